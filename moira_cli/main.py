@@ -1,0 +1,51 @@
+"""The `moira` command: one module a command; this file only puts them together."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from typer.core import TyperGroup
+
+from moira_cli import __version__
+from moira_cli.errors import CliError
+from moira_cli.record import record
+
+
+class OneLineErrors(TyperGroup):
+    """Prints a ``CliError`` as one line on stderr and exits with its code."""
+
+    def invoke(self, ctx):
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except CliError as error:
+            print(f"moira: {error}", file=sys.stderr)
+            raise typer.Exit(error.code) from error
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"auto_envvar_prefix": "MOIRA", "help_option_names": ["-h", "--help"]},
+    help="Benchmark and profile sparse decode attention: the Moira kernels and their baselines on the same page lists.",
+)
+app.command()(record)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"moira {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    app()

