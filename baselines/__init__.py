@@ -52,7 +52,9 @@ def _read(path: Path) -> Description | None:
     literals = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in ("KIND", "NEEDS")
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id in ("KIND", "NEEDS")
     }
     if "KIND" not in literals:
         return None

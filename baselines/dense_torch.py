@@ -40,8 +40,8 @@ class DenseTorch(Attention):
         # Heads first, so that the gathered pages of a head lie end to end and flatten copies nothing.
         keys, values = (x.transpose(0, 1)[:, self.table].transpose(0, 1).flatten(2, 3) for x in (self.kv.k, self.kv.v))
         q = self.q.unflatten(1, (self.kv.num_kv_heads, -1))
-        if self.mask is not None:  # scores of hidden tokens are masked, but 0 x NaN in V would still be NaN
-            values = torch.where(self.mask.mT, values, 0)
+        if self.mask is not None:  # hidden slots may hold NaN, which no mask of the scores removes
+            keys, values = (torch.where(self.mask.mT, x, 0) for x in (keys, values))
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
         if self.mask is not None:
             out = torch.where((self.kv.seq_lens > 0)[:, None, None, None], out, 0)

@@ -65,7 +65,12 @@ def code_version() -> dict[str, Any]:
         return {"name": "moira", "version": __version__, "commit": None, "dirty": None}
     commit = run_text("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
     status = run_text("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return {"name": "moira", "version": __version__, "commit": commit or None, "dirty": None if status is None else bool(status)}
+    return {
+        "name": "moira",
+        "version": __version__,
+        "commit": commit or None,
+        "dirty": None if status is None else bool(status),
+    }
 
 
 def cpu_name() -> str:

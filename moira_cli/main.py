@@ -8,7 +8,10 @@ import typer
 from typer.core import TyperGroup
 
 from moira_cli import __version__
+from moira_cli.bench_kernel import bench_kernel
+from moira_cli.doctor import doctor
 from moira_cli.errors import CliError
+from moira_cli.listing import list_names
 from moira_cli.record import record
 
 
@@ -31,6 +34,11 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "MOIRA", "help_option_names": ["-h", "--help"]},
     help="Benchmark and profile sparse decode attention: the Moira kernels and their baselines on the same page lists.",
 )
+bench = typer.Typer(no_args_is_help=True, help="Check and time.")
+bench.command("kernel")(bench_kernel)
+app.add_typer(bench, name="bench")
+app.command()(doctor)
+app.command("list")(list_names)
 app.command()(record)
 
 

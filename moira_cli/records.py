@@ -116,14 +116,18 @@ class Run:
     def create(cls, folder: Path, header: dict[str, Any]) -> Run:
         """A new folder; refuses one that already holds a run."""
         if (folder / "run.json").exists():
-            raise CliError(f"'{folder}' already holds a run. Continue it with --resume {folder}, or name another --run-dir.")
+            raise CliError(
+                f"'{folder}' already holds a run. Continue it with --resume {folder}, or name another --run-dir."
+            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             run = cls(folder, header)
             run.save("running")
             (folder / "cells.jsonl").touch()
         except OSError as error:
-            raise CliError(f"Run folder '{folder}' cannot be written: {error.strerror}. Name another --run-dir.") from error
+            raise CliError(
+                f"Run folder '{folder}' cannot be written: {error.strerror}. Name another --run-dir."
+            ) from error
         return run
 
     @classmethod
@@ -138,7 +142,9 @@ class Run:
         except ValueError as error:
             raise CliError(f"'{folder}' does not hold a readable run: {error}.") from error
         if header.get("schema_version") != SCHEMA_VERSION:
-            raise CliError(f"'{folder}' has schema version {header.get('schema_version')}, this tool reads {SCHEMA_VERSION}.")
+            raise CliError(
+                f"'{folder}' has schema version {header.get('schema_version')}, this tool reads {SCHEMA_VERSION}."
+            )
         header.pop("cells", None)
         # A kill in the middle of an append leaves a line without its newline: cut it, so that the next starts fresh.
         if lines[-1]:
@@ -153,7 +159,9 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
-    def document(self, status: str, exit_code: ExitCode | None = None, unfinished: Iterable[dict] = ()) -> dict[str, Any]:
+    def document(
+        self, status: str, exit_code: ExitCode | None = None, unfinished: Iterable[dict] = ()
+    ) -> dict[str, Any]:
         """The content of run.json."""
         return {
             **self.header,

@@ -12,25 +12,35 @@ if TYPE_CHECKING:
     from moira_cli.lists import RecordedLists
 
 
+MIN_WIDTH = 104
+"""Columns that the widest table needs: in a narrower terminal lines wrap rather than lose digits."""
+
+
+def new_console(to_stderr: bool = False) -> Console:
+    """A console at least MIN_WIDTH wide that does not colour numbers."""
+    console = Console(stderr=to_stderr, highlight=False)
+    console.width = max(console.width, MIN_WIDTH)
+    return console
+
+
 def new_table(*columns: str, title: str | None = None, left: int = 1) -> Table:
     """A plain table; the first ``left`` columns are left-justified, the others are numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", no_wrap=number < left)
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     return table
 
 
-def print_recording(path: Path, recorded: RecordedLists, console: Console | None = None) -> None:
+def print_recording(path: Path, recorded: RecordedLists) -> None:
     """What a recording holds, and the figures of the paper's Figure 1 for it."""
     from moira_cli.lists import summarize
 
-    console = console or Console()
+    console = new_console()
     meta = recorded.meta
     N, L, H = recorded.counts.shape
     console.print(
         f"{path}: {recorded.label}, {N} decode steps of {meta['documents']} documents x {L} layers x {H} KV heads, "
-        f"{meta['page_size']}-token pages, text: {meta['text']}" + ("" if meta["complete"] else " (not complete)"),
-        highlight=False,
+        f"{meta['page_size']}-token pages, text: {meta['text']}" + ("" if meta["complete"] else " (not complete)")
     )
     summary = summarize(recorded)
     table = new_table("", "estimated", "oracle")
@@ -54,3 +64,87 @@ FIGURE_1 = {
 
 def _fraction(value: Any) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def print_run(document: dict[str, Any], to_stderr: bool = False) -> None:
+    """The table of a run: one block per point, one line per arm; the fastest by total time is marked."""
+    console = new_console(to_stderr)
+    env = document["env"]
+    on_gpu = env["device"] == "cuda"
+    versions = env["libraries"]
+    if on_gpu:
+        device = f"{env['gpu']['name']}, driver {env['gpu']['driver']}"
+    else:
+        device = f"device: cpu ({env['cpu']}, {env['cpu_threads']} threads) - PyTorch on the CPU, no kernel time"
+    console.print(f"{device}, torch {versions['torch']}, triton {versions['triton']}")
+    clock = "kernel" if on_gpu else "cpu"
+    for cells in _by_point(document["cells"]):
+        first = cells[0]
+        lists, shape = first["lists"], first["shape"]
+        nominal = "" if lists["cv_nominal"] is None else f"{lists['cv_nominal']:g} -> "
+        console.print(
+            f"\n[bold]{shape['label']}[/bold]  {shape['rows']} rows, {shape['pages_per_row']} pages of "
+            f"{shape['page_size']} tokens, {first['kv_layout']}; lists: {lists['source']}, CV {nominal}"
+            f"{lists['cv_measured']:.2f}, kept {lists['kept_fraction']:.1%} ({lists['kept_pages']:,} pages); "
+            f"{_l2(first['l2_policy'])}"
+        )
+        console.print(_arms_table(cells, clock, document["config_resolved"]["relative_to"]))
+
+
+def _l2(policy: str) -> str:
+    return {"cold": "L2 cold", "warm": "L2 warm", "uncontrolled": "caches not controlled"}[policy]
+
+
+def _by_point(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    blocks: dict[tuple, list] = {}
+    for cell in cells:
+        key = (cell["shape"]["label"], cell["kv_layout"], cell["lists"]["digest"], cell["lists"]["cv_nominal"])
+        blocks.setdefault(key, []).append(cell)
+    return list(blocks.values())
+
+
+def _arms_table(cells: list[dict[str, Any]], clock: str, relative_to: str | None) -> Table:
+    ok = [cell for cell in cells if cell["status"] == "ok"]
+    fastest = min(ok, key=lambda cell: cell["timing"]["total_us"], default=None)
+    base = {}
+    for cell in ok:
+        if relative_to is None or cell["arm"] == relative_to:
+            base.setdefault(cell["mode"], cell["timing"]["total_us"])
+    modes = len({cell["mode"] for cell in cells}) > 1
+    table = new_table(
+        "arm",
+        f"{clock} us",
+        "+-95%",
+        "plan us",
+        "total us",
+        "x",
+        "TB/s" if clock == "kernel" else "GB/s",
+        "limit",
+        "moved",
+        "max err",
+        "flags",
+    )
+    for cell in cells:
+        name = f"{cell['arm']} ({cell['mode']})" if modes else cell["arm"]
+        if cell["status"] != "ok":
+            table.add_row(name, cell["status"])
+            continue
+        t, work, check = cell["timing"], cell["work"], cell["check"]
+        time = t[f"{clock}_us"]
+        low, high = time["ci95"]
+        plan = sum(value for key, value in t["plan"].items() if key.endswith("_us"))
+        ratio = base.get(cell["mode"])
+        table.add_row(
+            name + (" *" if cell is fastest and len(ok) > 1 else ""),
+            f"{time['median']:,.1f}",
+            f"{50 * (high - low) / time['median']:.1f}%",
+            f"{plan:,.0f}" if plan else "-",
+            f"{t['total_us']:,.1f}",
+            f"{t['total_us'] / ratio:.2f}" if ratio else "-",
+            f"{work['useful_tbps'] * (1 if clock == 'kernel' else 1000):.2f}",
+            "-" if work["limit_share_pct"] is None else f"{work['limit_share_pct']:.0f}%",
+            f"{work['moved_bytes'] / work['useful_bytes']:.2f}",
+            f"{check['max_abs']:.1e}" if check.get("max_abs") is not None else "unchecked",
+            "".join(cell["flags"]) or "-",
+        )
+    return table

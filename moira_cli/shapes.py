@@ -44,7 +44,9 @@ def parse_shape(text: str) -> Shape:
         return Shape(label, _context(match[1]), int(match[2]))
     swapped = re.fullmatch(r"(\d+)x(\d+k)", label)
     hint = f" Did you mean {swapped[2]}x{swapped[1]}?" if swapped else ""
-    raise CliError(f"Shape '{text}' not understood. Use CONTEXTxBATCH, e.g. 32kx16 (32,768 tokens x 16 requests).{hint}")
+    raise CliError(
+        f"Shape '{text}' not understood. Use CONTEXTxBATCH, e.g. 32kx16 (32,768 tokens x 16 requests).{hint}"
+    )
 
 
 def parse_geometry(text: str) -> tuple[int, int, int]:

@@ -31,7 +31,11 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 def reference(
-    q: torch.Tensor, kv: PagedKV, pages: RaggedPages, softmax_scale: float | None = None, dtype: torch.dtype = torch.float32
+    q: torch.Tensor,
+    kv: PagedKV,
+    pages: RaggedPages,
+    softmax_scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention row by row in ``dtype`` (float32: the truth; the cache's own dtype: what PyTorch loses in it).
 

@@ -20,7 +20,9 @@ from moira_kernels.layout import PagedKV
 from moira_kernels.summary import PageSummaries
 
 
-def mvar_log_mass(q: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, scale: float, page_size: int) -> torch.Tensor:
+def mvar_log_mass(
+    q: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, scale: float, page_size: int
+) -> torch.Tensor:
     """Equation (2): q [.., G, D], mean and variance [.., P, D] -> log mass [.., G, P], all float32."""
     scaled = scale * q
     return scaled @ mean.mT + 0.5 * scaled.square() @ variance.mT + math.log(page_size)

@@ -19,10 +19,12 @@ def reference(partials: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, 
 
     With every partial empty the output is 0 and the LSE -inf.
     """
-    total = lse.float().logsumexp(-1)
-    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total[..., None]))
+    lse = lse.float()
+    # Weights relative to the largest LSE and normalised by their own sum: exp(l_j - l) would carry the rounding of l.
+    weight = torch.exp(lse - lse.amax(-1, keepdim=True)).nan_to_num(nan=0.0)
+    weight = weight / weight.sum(-1, keepdim=True).clamp(min=1.0)
     used = torch.where(weight[..., None] > 0, partials.float(), 0.0)
-    return (weight[..., None] * used).sum(-2), total
+    return (weight[..., None] * used).sum(-2), lse.logsumexp(-1)
 
 
 @triton.jit

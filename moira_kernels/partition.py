@@ -31,7 +31,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def eq4_blocks_per_row(num_rows: int, min_blocks_per_row: int = MIN_BLOCKS_PER_ROW, min_blocks: int = MIN_BLOCKS) -> int:
+def eq4_blocks_per_row(
+    num_rows: int, min_blocks_per_row: int = MIN_BLOCKS_PER_ROW, min_blocks: int = MIN_BLOCKS
+) -> int:
     """J of Equation (4): a function of the number of rows alone, so it can be fixed when a graph is captured."""
     if num_rows < 1:
         raise ValueError(f"num_rows: expected at least 1, got {num_rows}")
@@ -78,7 +80,14 @@ class Partition:
         pages = self.pages_per_block()
         busy = pages[pages > 0]
         if busy.size == 0:
-            return {"blocks": self.num_blocks, "idle": self.num_blocks, "min": 0, "mean": 0.0, "max": 0, "max_over_mean": 0.0}
+            return {
+                "blocks": self.num_blocks,
+                "idle": self.num_blocks,
+                "min": 0,
+                "mean": 0.0,
+                "max": 0,
+                "max_over_mean": 0.0,
+            }
         return {
             "blocks": self.num_blocks,
             "idle": int(self.num_blocks - busy.size),

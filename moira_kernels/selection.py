@@ -57,7 +57,10 @@ def _regions(shares: torch.Tensor, num_pages: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _target(shares: torch.Tensor, forced: torch.Tensor, gamma: float) -> torch.Tensor:
-    """t [B, H] float64: the share still wanted beyond the forced pages."""
+    """t [B, H] float64: the share still wanted beyond the forced pages. gamma is rounded to float32, like the shares:
+    shares of .7 and .2 then reach a gamma of .9.
+    """
+    gamma = torch.tensor(gamma, dtype=torch.float32).item()
     return gamma - torch.where(forced, shares, 0.0).double().sum(-1)
 
 

@@ -32,9 +32,7 @@ class PageSummaries:
 
     def __post_init__(self) -> None:
         require_tensor("summaries.mean", self.mean, (None, None, None), (torch.bfloat16, torch.float32))
-        require_tensor(
-            "summaries.variance", self.variance, tuple(self.mean.shape), self.mean.dtype, self.mean.device
-        )
+        require_tensor("summaries.variance", self.variance, tuple(self.mean.shape), self.mean.dtype, self.mean.device)
 
     @classmethod
     def allocate(cls, kv: PagedKV, dtype: torch.dtype = torch.bfloat16) -> PageSummaries:

@@ -33,7 +33,9 @@ class Geometry:
         return f"{self.num_q_heads}/{self.num_kv_heads}/{self.head_dim}"
 
 
-def empty_cache(num_pages: int, geometry: Geometry, page_size: int, layout: str, dtype: torch.dtype, device) -> torch.Tensor:
+def empty_cache(
+    num_pages: int, geometry: Geometry, page_size: int, layout: str, dtype: torch.dtype, device
+) -> torch.Tensor:
     """An uninitialised fused cache [num_pages, H_kv, page_size, 2D] in vLLM's NHD or HND order."""
     heads, width = geometry.num_kv_heads, 2 * geometry.head_dim
     if layout == "hnd":

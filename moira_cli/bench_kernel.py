@@ -1,0 +1,436 @@
+"""`moira bench kernel`: decode attention of one layer over ragged page lists, checked and timed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moira_cli.errors import CliError, ExitCode, unknown
+from moira_cli.shapes import parse_floats, parse_geometry, parse_shape, split_list
+
+if TYPE_CHECKING:
+    import torch
+
+    from moira_cli.harness import Point
+    from moira_cli.records import Run
+    from moira_cli.timing import StopRule
+
+DEFAULTS = {
+    "cuda": {"shape": "32kx16", "arms": "moira,dense-torch", "mode": "graph", "min_samples": 30, "min_time_ms": 200.0},
+    "cpu": {
+        "shape": "8kx2",
+        "arms": "sparse-torch,dense-torch",
+        "mode": "eager",
+        "min_samples": 15,
+        "min_time_ms": 200.0,
+    },
+}
+"""What the options that depend on the device stand for. On a CPU everything takes seconds."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a run, resolved; lists are comma-separated as typed. Two equal configs give the same cells."""
+
+    shape: str
+    lists: str
+    cv: str
+    keep: float
+    geometry: str
+    page_size: int
+    kv_layout: str
+    seed: int
+    arms: str
+    relative_to: str | None
+    mode: str
+    l2: str
+    min_samples: int
+    min_time_ms: float
+    max_noise: float
+    timeout_s: float
+    check: bool
+    device: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell to measure: an arm in a mode at a point."""
+
+    point: Point
+    arm: str
+    mode: str
+
+    def identity(self, config: Config, tool: dict[str, Any], env: dict[str, Any]) -> dict[str, Any]:
+        """Everything that the cell's id depends on."""
+        from moira_cli import environment
+
+        return {
+            "kind": "kernel",
+            "arm": self.arm,
+            "mode": self.mode,
+            "point": self.point.describe(),
+            "rule": [config.min_samples, config.min_time_ms, config.max_noise, config.timeout_s, config.check],
+            "tool": tool,
+            "env": environment.identity(env),
+        }
+
+
+def resolve_device(text: str) -> torch.device:
+    """'auto' is the first GPU, or the CPU where there is none."""
+    import torch
+
+    if text == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise CliError(f"--device: expected auto, cpu, cuda or cuda:N, got '{text}'.")
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise CliError(
+            f"No CUDA GPU {index} is visible ({torch.cuda.device_count()} found). Without a GPU this command runs on the "
+            "CPU: leave --device out, or see 'moira doctor'.",
+            ExitCode.ENVIRONMENT,
+        )
+    return torch.device("cuda", index)
+
+
+def build_points(config: Config, device: torch.device) -> list[Point]:
+    """The grid of shapes x layouts x CVs, lists included; every problem of the settings is reported here."""
+    from moira_cli import lists
+    from moira_cli.harness import Point
+    from moira_kernels.testing import LAYOUTS, Geometry
+
+    geometry = Geometry(*parse_geometry(config.geometry))
+    layouts = split_list(config.kv_layout)
+    for layout in layouts:
+        if layout not in LAYOUTS:
+            raise unknown("KV layout", layout, LAYOUTS)
+    recorded = None
+    if config.lists != "synthetic":
+        recorded = lists.load_recorded(lists.SHIPPED if config.lists == "real" else Path(config.lists))
+    points = []
+    for text in split_list(config.shape):
+        shape = parse_shape(text)
+        pages = -(-shape.context_tokens // config.page_size)
+        heads = geometry.num_kv_heads
+        if recorded is not None:
+            sources = [lists.from_recorded(recorded, shape.batch, heads, pages, config.seed)]
+        else:
+            cvs = parse_floats("--cv", config.cv, 0, 10)
+            sources = [lists.synthetic(shape.batch, heads, pages, config.keep, cv, config.seed) for cv in cvs]
+        l2 = config.l2 if device.type == "cuda" else "uncontrolled"
+        points += [
+            Point(shape, geometry, config.page_size, layout, source, config.seed, l2)
+            for layout in layouts
+            for source in sources
+        ]
+    if not points:
+        raise CliError("--shape: expected at least one shape, e.g. 32kx16.")
+    return points
+
+
+def build_cells(config: Config, points: list[Point]) -> list[Cell]:
+    """Points x arms x modes, in the order they run."""
+    import baselines
+
+    known = baselines.names("attention")
+    arms = known if config.arms == "all" else split_list(config.arms)
+    for arm in arms:
+        if arm not in known:
+            raise unknown("Arm", arm, known)
+    if config.relative_to and config.relative_to not in arms:
+        raise CliError(f"--relative-to {config.relative_to}: not among the arms of this run ({', '.join(arms)}).")
+    modes = ["graph", "eager"] if config.mode == "both" else [config.mode]
+    return [Cell(point, arm, mode) for point in points for mode in modes for arm in arms]
+
+
+def require_idle(device: torch.device, allow_busy: bool) -> bool:
+    """Refuse a GPU that others use; True if it is busy and allowed to be."""
+    from moira_cli.environment import gpu_state
+
+    state = gpu_state(device.index) if device.type == "cuda" else {}
+    busy, used = state.get("busy_pct") or 0, (state.get("memory_used_mib") or 0) / 1024
+    if busy <= 10 and used <= 2:
+        return False
+    if not allow_busy:
+        raise CliError(
+            f"GPU {device.index} is not idle: {busy}% busy, {used:.1f} GiB used. Timings would be wrong. Wait, pick "
+            "--device, or pass --allow-busy (rows get flag B).",
+            ExitCode.ENVIRONMENT,
+        )
+    return True
+
+
+class Session:
+    """Measures the cells of a run that are not there yet, writing each as it is done."""
+
+    def __init__(self, config: Config, cells: list[Cell], run: Run, device: torch.device, busy: bool, progress: str):
+        self.config, self.cells, self.run, self.device, self.busy = config, cells, run, device, busy
+        self.quiet = progress == "none" or (progress == "auto" and not sys.stderr.isatty())
+        self.records = [self._record(cell) for cell in cells]
+
+    def _record(self, cell: Cell) -> dict[str, Any]:
+        from moira_cli.records import cell_id
+
+        identity = cell.identity(self.config, self.run.header["tool"], self.run.header["env"])
+        return {
+            "cell_id": cell_id(identity),
+            "kind": "kernel",
+            "arm": cell.arm,
+            "mode": cell.mode,
+            "device": self.device.type,
+            **cell.point.describe(),
+        }
+
+    def measure_all(self, rule: StopRule, fail_fast: bool) -> bool:
+        """Measure what is missing; True if everything ran, False if Ctrl-C or --fail-fast stopped it."""
+        from moira_cli.harness import Case, measure, memory_shortage
+
+        done = {record["cell_id"] for record in self.run.cells}
+        case, shortage = None, None
+        try:
+            for number, (cell, record) in enumerate(zip(self.cells, self.records, strict=True), 1):
+                if record["cell_id"] in done:
+                    continue
+                if not self.quiet:
+                    print(f"moira: {number}/{len(self.cells)} {record['shape']['label']} {cell.arm}", file=sys.stderr)
+                figures = self._skip(cell)
+                if figures is None:
+                    if case is None or case.point is not cell.point:
+                        case = None  # frees the last point's buffers before the next are taken
+                        shortage = memory_shortage(cell.point, self.device)
+                        case = None if shortage else Case(cell.point, self.device)
+                    figures = (
+                        {"status": "oom", "reason": shortage}
+                        if shortage
+                        else measure(case, cell.arm, cell.mode, rule, self.config.check)
+                    )
+                if self.busy:
+                    figures.setdefault("flags", []).append("B")
+                self.run.add({**record, **figures})
+                if fail_fast and figures["status"] not in ("ok", "skipped_unsupported"):
+                    return False
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    def _skip(self, cell: Cell) -> dict[str, Any] | None:
+        import baselines
+
+        missing = baselines.describe()[cell.arm].missing(self.device.type)
+        if missing is None and cell.mode == "graph" and self.device.type != "cuda":
+            missing = "needs a CUDA GPU for --mode graph"
+        return missing and {"status": "skipped_unsupported", "reason": f"{cell.arm}: skipped - {missing}."}
+
+    def unfinished(self, reason: str) -> list[dict[str, Any]]:
+        """The cells that did not run, as rows that say so."""
+        done = {record["cell_id"] for record in self.run.cells}
+        return [{**r, "status": "cancelled", "reason": reason} for r in self.records if r["cell_id"] not in done]
+
+
+def dry_run(cells: list[Cell], device: torch.device) -> None:
+    """Print the cells, their bytes and their memory."""
+    from moira_cli.harness import GIB, free_bytes, l2_bytes
+    from moira_cli.render import new_console, new_table
+
+    table = new_table(
+        "shape", "layout", "arm", "mode", "rows", "pages", "CV", "kept", "useful MB", "copies", "GiB", left=4
+    )
+    for cell in cells:
+        point, lists = cell.point, cell.point.lists.describe()
+        copies = point.rotations(l2_bytes(device))
+        table.add_row(
+            point.shape.label,
+            point.kv_layout,
+            cell.arm,
+            cell.mode,
+            str(point.lists.counts.size),
+            f"{lists['kept_pages']:,}",
+            f"{lists['cv_measured']:.2f}",
+            f"{lists['kept_fraction']:.1%}",
+            f"{point.useful_bytes / 1e6:,.1f}",
+            str(copies),
+            f"{copies * point.copy_bytes / GIB:.2f}",
+        )
+    console = new_console()
+    console.print(table)
+    free = free_bytes(device) / GIB
+    console.print(f"{len(cells)} cells on {device.type}; {free:.1f} GiB free. Nothing was run.")
+
+
+def _resume(folder: Path, ctx: typer.Context) -> tuple[Run, Config]:
+    """An earlier run and its settings; options given again must agree with them."""
+    from moira_cli.records import Run
+
+    run = Run.load(folder)
+    stored = run.header["config_resolved"]
+    if set(stored) != {field.name for field in fields(Config)}:
+        raise CliError(f"'{folder}' is not a run of 'moira bench kernel' of this version.")
+    config = Config(**stored)
+    for field in fields(Config):
+        source = ctx.get_parameter_source(field.name)
+        given = ctx.params[field.name]
+        if source is not None and source.name == "COMMANDLINE" and given != getattr(config, field.name):
+            option = field.name.replace("_", "-")
+            raise CliError(
+                f"--{option} {given} differs from the run in '{folder}' ({getattr(config, field.name)}). "
+                "Leave it out to resume, or start a new run."
+            )
+    return run, config
+
+
+def bench_kernel(
+    ctx: typer.Context,
+    shape: Annotated[str | None, typer.Option(help="CONTEXTxBATCH, comma-separated. [GPU: 32kx16, CPU: 8kx2]")] = None,
+    lists: Annotated[
+        str | None,
+        typer.Option(
+            help="Page lists: real (a shipped recording), synthetic, or FILE. [real; synthetic with --cv or --keep]"
+        ),
+    ] = None,
+    cv: Annotated[
+        str | None, typer.Option(help="Spread of synthetic lengths (std/mean), comma-separated. [1.0]")
+    ] = None,
+    keep: Annotated[float | None, typer.Option(help="Mean share of pages kept by synthetic lists. [0.22]")] = None,
+    geometry: Annotated[str, typer.Option(help="Model name ('moira list geometries') or HQ/HKV/D.")] = "llama-3.1-8b",
+    page_size: Annotated[int, typer.Option(min=1, max=128, help="Tokens per page.")] = 64,
+    kv_layout: Annotated[str, typer.Option(help="nhd (token-major) and/or hnd (head-major).")] = "nhd",
+    seed: Annotated[int, typer.Option(help="Seed of lists and data.")] = 0,
+    arms: Annotated[
+        str | None,
+        typer.Option("--arms", "--baselines", help="Comma-separated arms ('moira list arms'), or all. [by device]"),
+    ] = None,
+    relative_to: Annotated[
+        str | None, typer.Option(help="Arm that the ratio column compares with. [first arm]")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="graph (CUDA graph), eager or both. [GPU: graph, CPU: eager]")
+    ] = None,
+    l2: Annotated[str, typer.Option(help="cold (rotating buffers) or warm (one set).")] = "cold",
+    min_samples: Annotated[int | None, typer.Option(min=2, help="Samples at least. [GPU: 30, CPU: 15]")] = None,
+    min_time_ms: Annotated[float | None, typer.Option(help="Time spent sampling at least. [200]")] = None,
+    max_noise: Annotated[
+        float, typer.Option(help="Sample until the median's 95% interval is within this percentage of it.")
+    ] = 1.0,
+    timeout_s: Annotated[float, typer.Option(help="Stop sampling a cell after this time (flag U).")] = 5.0,
+    check: Annotated[bool, typer.Option(help="Compare with the float32 reference before timing.")] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    allow_busy: Annotated[
+        bool, typer.Option("--allow-busy", help="Measure on a GPU that is not idle (flag B).")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 8 if a row is noisy, throttled or unsettled.")] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first cell that fails.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print cells, bytes and memory; run nothing.")] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder for the results. [runs/<utc>_<commit>]")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Finish the run in this folder with its own settings.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Added to the name of the run folder.")] = None,
+    output_json: Annotated[
+        str | None, typer.Option(help="Also write the whole run as JSON to FILE, or - for stdout.")
+    ] = None,
+    progress: Annotated[str, typer.Option(help="auto (on a terminal), plain or none; on stderr.")] = "auto",
+) -> None:
+    """Check and time decode attention of one layer over ragged page lists.
+
+    Without a GPU the same lists run through PyTorch on the CPU, at a small shape, and every time is labelled cpu.
+    Rows carry flags: N noisy, U unsettled, T throttled, B busy GPU, W warm L2, E eager (launch cost included),
+    P needs a host plan whenever lists change.
+    """
+    for option, value, known in (
+        ("--mode", mode or "graph", ("graph", "eager", "both")),
+        ("--l2", l2, ("cold", "warm")),
+        ("--progress", progress, ("auto", "plain", "none")),
+    ):
+        if value not in known:
+            raise unknown(option, value, known)
+    if keep is not None and not 0 < keep <= 1:
+        raise CliError(f"--keep: expected a number in (0, 1], got {keep}.")
+    if lists not in (None, "synthetic") and (cv is not None or keep is not None):
+        raise CliError(f"--cv and --keep shape synthetic lists; --lists {lists} has its own. Leave one out.")
+    for text in split_list(shape or ""):
+        parse_shape(text)  # before torch is imported, so that a typing error answers at once
+
+    from moira_cli import environment, render
+    from moira_cli.records import Run, exit_code, header, new_run_folder, require_writable, warn
+    from moira_cli.timing import StopRule
+
+    run = None
+    if resume is not None:
+        run, config = _resume(resume, ctx)
+        target = resolve_device(config.device)
+    else:
+        target = resolve_device(device)
+        default = DEFAULTS[target.type]
+        config = Config(
+            shape=shape or default["shape"],
+            lists=lists or ("real" if cv is None and keep is None else "synthetic"),
+            cv=cv or "1.0",
+            keep=keep or 0.22,
+            geometry=geometry,
+            page_size=page_size,
+            kv_layout=kv_layout,
+            seed=seed,
+            arms=arms or default["arms"],
+            relative_to=relative_to,
+            mode=mode or default["mode"],
+            l2=l2,
+            min_samples=min_samples or default["min_samples"],
+            min_time_ms=default["min_time_ms"] if min_time_ms is None else min_time_ms,
+            max_noise=max_noise,
+            timeout_s=timeout_s,
+            check=check,
+            device=str(target),
+        )
+    cells = build_cells(config, build_points(config, target))
+    if dry:
+        dry_run(cells, target)
+        return
+    if output_json not in (None, "-"):
+        require_writable(Path(output_json), "--output-json")
+    busy = require_idle(target, allow_busy)
+    env, tool = environment.describe(str(target)), environment.code_version()
+    if run is None:
+        head = header(sys.argv[1:], asdict(config), env, tool)
+        run = Run.create(run_dir or new_run_folder(tag, tool), head)
+    else:
+        then, now = environment.identity(run.header["env"]), environment.identity(env)
+        if (then, run.header["tool"]) != (now, tool):
+            raise CliError(
+                f"'{resume}' was measured on {then} with {run.header['tool']}; this is {now} with {tool}. "
+                "Its other cells would not be comparable: start a new run."
+            )
+
+    session = Session(config, cells, run, target, busy, progress)
+    rule = StopRule(config.min_samples, config.min_time_ms, config.max_noise, config.timeout_s)
+    finished = session.measure_all(rule, fail_fast)
+    cancelled = not finished and not fail_fast
+    left = session.unfinished("stopped before it ran")
+    code = exit_code([*run.cells, *left], cancelled=cancelled, strict_flags=strict)
+    document = run.save("complete" if finished else "cancelled" if cancelled else "failed", code, left)
+
+    if output_json == "-":
+        from moira_cli.records import dumps
+
+        print(dumps(document, indent=1))
+    elif output_json is not None:
+        from moira_cli.records import dumps, write_atomically
+
+        write_atomically(Path(output_json), dumps(document, indent=1) + "\n")
+    render.print_run(document, to_stderr=output_json == "-")
+    for cell in run.cells:
+        if cell["status"] != "ok":
+            warn(cell["reason"])
+    if not finished:
+        warn(
+            f"Stopped after {len(run.cells)}/{len(cells)} cells. Results saved. "
+            f"Continue: moira bench kernel --resume {run.folder}"
+        )
+    raise typer.Exit(code)

@@ -1,0 +1,82 @@
+"""`moira list`: names that other commands take. Imports neither torch nor any optional library, except for `lists`."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Topic(str, Enum):
+    """What can be listed."""
+
+    ARMS = "arms"
+    SHAPES = "shapes"
+    GEOMETRIES = "geometries"
+    LISTS = "lists"
+    METRICS = "metrics"
+    RUNS = "runs"
+
+
+METRICS = {
+    "kernel_us": "time of one call on the GPU: median over samples, each a CUDA-graph replay divided by its calls",
+    "cpu_us": "wall-clock time of one call on the CPU; never comparable with kernel_us",
+    "plan": "host work whenever lists change: d2h_us (lengths to the host), index_build_us, plan_call_us",
+    "total_us": "kernel_us (or cpu_us) + plan; arms are ranked by it",
+    "cv_measured": "standard deviation over mean of the rows' page counts, after clipping",
+    "kept_fraction": "pages listed over pages of the context, all rows",
+    "useful_tbps": "bytes of the listed keys and values over time, decimal TB/s",
+    "moved_bytes": "bytes of keys and values that the arm moves: padding, copies and unlisted pages included",
+    "limit_share_pct": "time of a kernel that only reads the useful bytes (same run) over kernel_us",
+    "max_abs": "largest difference from the float32 reference; the limit is 2 x bf16 PyTorch's own + 2 ulp",
+}
+
+
+def _rows(topic: Topic) -> list[tuple[str, ...]]:
+    from moira_cli import shapes
+
+    if topic is Topic.ARMS:
+        import baselines
+
+        return [
+            (arm.name, f"needs {', '.join(arm.needs)}" if arm.needs else "any device", arm.summary)
+            for arm in baselines.describe().values()
+        ]
+    if topic is Topic.SHAPES:
+        parsed = (shapes.parse_shape(label) for label in shapes.PAPER_SHAPES)
+        return [(s.label, f"{s.context_tokens:,} tokens x {s.batch} requests") for s in parsed] + [
+            ("CONTEXTxBATCH", "k = 1,024; 130k = 130,048 (127 x 1,024)")
+        ]
+    if topic is Topic.GEOMETRIES:
+        return [(name, f"{q} query heads, {kv} KV heads, D = {d}") for name, (q, kv, d) in shapes.GEOMETRIES.items()]
+    if topic is Topic.METRICS:
+        return list(METRICS.items())
+    if topic is Topic.LISTS:
+        from moira_cli.lists import SHIPPED, load_recorded, summarize
+
+        recorded = load_recorded(SHIPPED)
+        kept = summarize(recorded)["estimated"]["mean_fraction"]
+        return [
+            ("synthetic", "lognormal lengths of a given mean and CV (--keep, --cv)"),
+            ("real", f"{recorded.label}, {kept:.1%} kept ({SHIPPED.name}, shipped)"),
+            ("FILE.npz", "a recording made by 'moira record'"),
+        ]
+    rows = []
+    for path in sorted(Path("runs").glob("*/run.json")):
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+            rows.append((str(path.parent), run["status"], f"{len(run['cells'])} cells", run["repro_command"]))
+        except (OSError, ValueError, KeyError) as error:
+            rows.append((str(path.parent), "not readable", str(error)))
+    return rows
+
+
+def list_names(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:
+    """List arms, shapes, geometries, page-list sources, metrics, or the runs in ./runs."""
+    rows = _rows(topic)
+    width = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
+    for row in rows:
+        print("  ".join(text.ljust(w) for text, w in zip(row, width, strict=False)).rstrip())

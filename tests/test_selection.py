@@ -1,0 +1,154 @@
+import math
+
+import pytest
+import torch
+
+from moira_kernels import selection
+from moira_kernels.testing import Geometry, make_case
+
+RULES = {"sorted": selection.coverage_sorted, "bisection": selection.coverage_bisection}
+
+
+def pages(n):
+    return torch.tensor([n], dtype=torch.int32)
+
+
+def kept(mask):
+    return mask[0, 0].nonzero().flatten().tolist()
+
+
+def row(*shares):
+    return torch.tensor(shares, dtype=torch.float32)[None, None]
+
+
+@pytest.fixture(params=RULES)
+def rule(request):
+    return RULES[request.param]
+
+
+def test_example_of_the_paper(rule):
+    """Shares .70 .20 .08 .02: gamma .9 keeps two pages and .98 three, here between a sink and a current page of 0."""
+    shares = row(0, 0.02, 0.70, 0.08, 0.20, 0)
+    assert kept(rule(shares, pages(6), 0.9)) == [0, 2, 4, 5]
+    assert kept(rule(shares, pages(6), 0.97)) == [0, 2, 3, 4, 5]
+
+
+def test_group_mean_divides_by_the_group_d1():
+    """.7 .2 .08 .02 in every head of a group of 3, 5, 7: keep {0, 1, current} at gamma .9."""
+    for group in (3, 5, 7):
+        log_mass = torch.tensor([0.7, 0.2, 0.08, 0.02]).log().expand(1, 2 * group, 4)
+        shares = selection.group_shares(log_mass.contiguous(), 2)
+        torch.testing.assert_close(shares[0, 1], torch.tensor([0.7, 0.2, 0.08, 0.02]))
+        assert kept(selection.coverage_bisection(shares, pages(4), 0.9)) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(("length", "want"), [(0, []), (1, [0]), (2, [0, 1])])
+def test_rows_of_forced_pages_only_k6(rule, length, want):
+    shares = torch.full((1, 1, 5), 0.2)
+    assert kept(rule(shares, pages(length), 0.98)) == want
+
+
+def test_forced_pages_that_reach_gamma_alone_keep_nothing_else(rule):
+    assert kept(rule(row(0.7, 0.05, 0.02, 0.23), pages(4), 0.9)) == [0, 3]
+
+
+def test_zero_shares_are_not_listed_k2(rule):
+    shares = torch.zeros(1, 1, 256)
+    shares[0, 0, 0] = 1.0
+    assert kept(rule(shares, pages(5), 0.98)) == [0, 4]
+
+
+def test_gamma_one_keeps_every_page(rule):
+    shares = torch.zeros(1, 1, 9)
+    shares[0, 0, 0] = 1.0
+    assert kept(rule(shares, pages(7), 1.0)) == list(range(7))
+
+
+def test_ties_are_all_kept_k1(rule):
+    shares = torch.cat([row(0.3), torch.full((1, 1, 1000), 0.0005), row(0.2)], -1)
+    assert int(rule(shares, pages(1002), 0.9).sum()) == 1002
+
+
+def test_fixed_count_is_exact_and_takes_the_lowest_index_of_equals_k1():
+    shares = torch.cat([row(0.3), torch.full((1, 1, 1000), 0.0005), row(0.2)], -1)
+    assert kept(selection.largest(shares, pages(1002), 100)) == [*range(99), 1001]
+
+
+@pytest.mark.parametrize(("count", "want"), [(1, 2), (2, 2), (3, 3), (10, 4)])
+def test_fixed_count_edges_k4(count, want):
+    assert int(selection.largest(row(0.1, 0.5, 0.3, 0.1), pages(4), count).sum()) == want
+
+
+def test_counts_per_head():
+    shares = torch.rand(2, 3, 20)
+    counts = torch.tensor([[3, 5, 40], [2, 20, 7]])
+    mask = selection.largest(shares, torch.tensor([20, 6], dtype=torch.int32), counts)
+    assert mask.sum(-1).tolist() == [[3, 5, 20], [2, 6, 6]]
+
+
+@pytest.mark.parametrize("length", [3, 64, 255, 256, 1023, 1024, 4095, 4096, 4097, 16384])
+@pytest.mark.parametrize("gamma", [0.5, 0.9, 0.98, 0.999])
+def test_bisection_finds_the_sorted_set_a5(length, gamma):
+    """Masses 1/i and random ones; what bisection keeps beyond the definition lies within 2^-24 of the largest share."""
+    generator = torch.Generator().manual_seed(length)
+    harmonic = (1 / torch.arange(1, length + 1)).log()
+    random = 3 * torch.randn(length, generator=generator)
+    shares = selection.group_shares(torch.stack([harmonic, random])[None], 2)
+    exact = selection.coverage_sorted(shares, pages(length), gamma)
+    found = selection.coverage_bisection(shares, pages(length), gamma)
+    assert (found | ~exact).all()
+    middle = shares[..., 1:-1]
+    for h in range(2):
+        tau = shares[0, h][exact[0, h]][1:-1].min() if exact[0, h].sum() > 2 else math.inf
+        extra = (found & ~exact)[0, h]
+        assert (shares[0, h][extra] >= tau - middle[0, h].max() * 2.0**-23).all()
+        assert shares[0, h][found[0, h]].double().sum() >= gamma - 1e-6
+
+
+def test_smallest_set_that_reaches_gamma():
+    shares = selection.group_shares(2 * torch.randn(1, 8, 200, generator=torch.Generator().manual_seed(1)), 8)
+    mask = selection.coverage_sorted(shares, pages(200), 0.9)
+    for h in range(8):
+        inside = shares[0, h][mask[0, h]]
+        assert inside.double().sum() >= 0.9 - 1e-6
+        middle = inside[1:-1]
+        assert inside.double().sum() - middle.min() < 0.9
+
+
+def test_rows_do_not_depend_on_their_batch_n1():
+    shares = selection.group_shares(torch.randn(16, 4, 300, generator=torch.Generator().manual_seed(2)), 4)
+    lengths = torch.randint(1, 301, (16,), dtype=torch.int32)
+    shares = torch.where(torch.arange(300) < lengths[:, None, None], shares, 0)
+    together = selection.coverage_bisection(shares, lengths, 0.9)
+    for b in range(16):
+        assert torch.equal(
+            selection.coverage_bisection(shares[b : b + 1], lengths[b : b + 1], 0.9), together[b : b + 1]
+        )
+
+
+def test_thresholds_per_pass():
+    assert [selection.thresholds_per_pass(n) for n in (1, 255, 256, 1023, 1024, 4095, 4096, 65537)] == [
+        8,
+        8,
+        4,
+        4,
+        2,
+        2,
+        2,
+        2,
+    ]
+
+
+def test_compaction_lists_physical_pages_in_order_j1():
+    _, kv = make_case([6 * 64, 130, 0], Geometry(2, 1, 8))
+    keep = torch.tensor([[1, 0, 1, 1, 1, 0], [1, 0, 1, 1, 1, 1], [1] * 6], dtype=torch.bool)[:, None]
+    lists = selection.compact(keep, kv)
+    assert lists.lengths.flatten().tolist() == [4, 2, 0]
+    assert lists.last_page_len.flatten().tolist() == [64, 2, 0]
+    assert lists.page_ids[0, 0, :4].tolist() == kv.block_table[0, [0, 2, 3, 4]].tolist()
+    assert lists.page_ids[1, 0, :2].tolist() == kv.block_table[1, [0, 2]].tolist()
+
+
+def test_empty_rows_have_no_share():
+    shares = selection.group_shares(torch.full((1, 4, 3), -math.inf), 2)
+    assert (shares == 0).all()
