@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from moira_kernels.layout import PagedKV, RaggedPages
+    from moira_kernels.partition import Partition
 
 INSTALL = {"flashinfer": "pip install 'moira-attention[flashinfer]'", "vllm": "pip install 'moira-attention[vllm]'"}
 
@@ -112,8 +113,12 @@ class Attention(ABC):
     def run(self) -> None:
         """Device work of one decode step of one layer: read ``pages`` (or every page if ``dense``), write ``out``."""
 
+    def partition(self) -> Partition | None:
+        """Which pages each thread block takes, where the arm's own kernel decides it."""
+        return None
+
     def moved_bytes(self) -> int:
-        """Bytes of keys and values that ``run`` reads or writes in memory; at least those of the pages it attends to."""
+        """Bytes of keys and values that ``run`` reads or writes in memory; at least those it attends to."""
         from moira_kernels.testing import useful_bytes
 
         return useful_bytes(self.kv, all_pages(self.kv) if self.dense else self.pages)

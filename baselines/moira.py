@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from baselines import Attention
 from moira_kernels.attention import Workspace, attend
+from moira_kernels.partition import Partition, eq4, eq4_min_chunk_pages
 
 KIND = "attention"
 NEEDS = ("cuda",)
@@ -22,6 +23,10 @@ class Moira(Attention):
     def run(self) -> None:
         """Attend, then Merge."""
         attend(self.q, self.kv, self.pages, out=self.out, workspace=self.workspace)
+
+    def partition(self) -> Partition:
+        """Equation (4) on the lists' lengths."""
+        return eq4(self.pages.lengths.flatten().tolist(), min_chunk_pages=eq4_min_chunk_pages(self.kv.page_size))
 
 
 ARM = Moira

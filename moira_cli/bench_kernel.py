@@ -96,8 +96,8 @@ def resolve_device(text: str) -> torch.device:
     index = device.index or 0
     if index >= torch.cuda.device_count():
         raise CliError(
-            f"No CUDA GPU {index} is visible ({torch.cuda.device_count()} found). Without a GPU this command runs on the "
-            "CPU: leave --device out, or see 'moira doctor'.",
+            f"No CUDA GPU {index} is visible ({torch.cuda.device_count()} found). Without a GPU this command runs "
+            "on the CPU: leave --device out, or see 'moira doctor'.",
             ExitCode.ENVIRONMENT,
         )
     return torch.device("cuda", index)
@@ -288,6 +288,12 @@ def _resume(folder: Path, ctx: typer.Context) -> tuple[Run, Config]:
     return run, config
 
 
+def _arm_names() -> list[str]:
+    import baselines
+
+    return baselines.names()
+
+
 def bench_kernel(
     ctx: typer.Context,
     shape: Annotated[str | None, typer.Option(help="CONTEXTxBATCH, comma-separated. [GPU: 32kx16, CPU: 8kx2]")] = None,
@@ -307,7 +313,12 @@ def bench_kernel(
     seed: Annotated[int, typer.Option(help="Seed of lists and data.")] = 0,
     arms: Annotated[
         str | None,
-        typer.Option("--arms", "--baselines", help="Comma-separated arms ('moira list arms'), or all. [by device]"),
+        typer.Option(
+            "--arms",
+            "--baselines",
+            help="Comma-separated arms, or all. [GPU: moira,dense-torch, CPU: sparse-torch,dense-torch]",
+            autocompletion=_arm_names,
+        ),
     ] = None,
     relative_to: Annotated[
         str | None, typer.Option(help="Arm that the ratio column compares with. [first arm]")
@@ -425,9 +436,8 @@ def bench_kernel(
 
         write_atomically(Path(output_json), dumps(document, indent=1) + "\n")
     render.print_run(document, to_stderr=output_json == "-")
-    for cell in run.cells:
-        if cell["status"] != "ok":
-            warn(cell["reason"])
+    for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] != "ok"):
+        warn(reason)
     if not finished:
         warn(
             f"Stopped after {len(run.cells)}/{len(cells)} cells. Results saved. "

@@ -65,39 +65,40 @@ def _advice(visible: bool, gpus: list[dict[str, Any]], tools: dict[str, str | No
 def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
     """Show the GPU, driver, libraries, profilers and arms of this machine, and what is missing."""
     from moira_cli.records import dumps
-    from moira_cli.render import new_console, new_table
+    from moira_cli.render import print_columns
 
     report = diagnose()
     if json_output:
         print(dumps(report, indent=1))
         return
-    console = new_console()
     env, tool = report["env"], report["tool"]
-    table = new_table("", "", left=2)
+    rows: list[tuple[str, str]] = []
     commit = f", commit {tool['commit']}{' + changes' if tool['dirty'] else ''}" if tool["commit"] else ""
-    table.add_row("moira", tool["version"] + commit)
-    table.add_row("python", f"{env['python']} on {env['os']}")
-    table.add_row("cpu", f"{env['cpu']}, {env['cpu_threads']} threads")
+    rows.append(("moira", tool["version"] + commit))
+    rows.append(("python", f"{env['python']} on {env['os']}"))
+    rows.append(("cpu", f"{env['cpu']}, {env['cpu_threads']} threads"))
     for index, gpu in enumerate(report["gpus"]):
-        table.add_row(
-            f"gpu {index}",
-            f"{gpu['name']}, driver {gpu['driver']}, {gpu['memory_used_mib']:,} of {gpu['memory_total_mib']:,} MiB used, "
-            f"{gpu['busy_pct']}% busy, {gpu['sm_mhz']} of {gpu['sm_max_mhz']} MHz, {gpu['power_w']} of {gpu['power_limit_w']} W",
+        rows.append(
+            (
+                f"gpu {index}",
+                f"{gpu['name']}, driver {gpu['driver']}, {gpu['busy_pct']}% busy, "
+                f"{gpu['memory_used_mib']:,} of {gpu['memory_total_mib']:,} MiB used, "
+                f"{gpu['sm_mhz']} of {gpu['sm_max_mhz']} MHz, {gpu['power_w']} of {gpu['power_limit_w']} W",
+            )
         )
     if env["gpu"]:
         gpu = env["gpu"]
-        table.add_row(
-            "cuda", f"{env['cuda']}, {gpu['sm']}, {gpu['multiprocessors']} SMs, {gpu['l2_bytes'] / 1e6:.0f} MB L2"
-        )
+        size = f"{gpu['multiprocessors']} SMs, {gpu['l2_bytes'] / 1e6:.0f} MB L2"
+        rows.append(("cuda", f"{env['cuda']}, {gpu['sm']}, {size}"))
     elif not report["gpus"]:
-        table.add_row("gpu", "none")
+        rows.append(("gpu", "none"))
     for name, version in env["libraries"].items():
-        table.add_row(name, version or "not installed")
+        rows.append((name, version or "not installed"))
     for name, path in report["profilers"].items():
-        table.add_row(name, path or "not found")
-    table.add_row("disk", f"{report['disk_free_bytes'] / 1e9:.0f} GB free")
+        rows.append((name, path or "not found"))
+    rows.append(("disk", f"{report['disk_free_bytes'] / 1e9:.0f} GB free"))
     for name, state in report["arms"].items():
-        table.add_row(f"arm {name}", state)
-    console.print(table)
+        rows.append((f"arm {name}", state))
+    print_columns(rows)
     for line in report["advice"]:
-        console.print(f"! {line}")
+        print(f"! {line}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
-import os
 import platform
 import shutil
 import subprocess
@@ -59,7 +58,7 @@ def library_versions() -> dict[str, str | None]:
 
 @cache
 def code_version() -> dict[str, Any]:
-    """This tool's version and, in a git checkout, its commit and whether the tree has changes."""
+    """Version of this tool and, in a git checkout, its commit and whether the tree has changes."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return {"name": "moira", "version": __version__, "commit": None, "dirty": None}
@@ -124,7 +123,6 @@ def describe(device: str) -> dict[str, Any]:
         "os": platform.platform(),
         "cpu": cpu_name(),
         "cpu_threads": torch.get_num_threads(),
-        "container": Path("/.dockerenv").exists() or bool(os.environ.get("container")),
         "libraries": library_versions(),
         "cuda": torch.version.cuda,
         "gpu": None,

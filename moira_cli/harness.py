@@ -33,7 +33,7 @@ class Point:
 
     Attributes:
         kv_layout: 'nhd' or 'hnd'.
-        lists: the keep mask and where it comes from.
+        lists: page counts of every row and where they come from.
         l2: 'cold' (rotating buffers), 'warm' (one set of buffers) or 'uncontrolled' (CPU).
     """
 
@@ -48,7 +48,7 @@ class Point:
     @property
     def pages_per_row(self) -> int:
         """Pages of each request."""
-        return self.lists.keep.shape[-1]
+        return self.lists.pages
 
     @property
     def useful_bytes(self) -> int:
@@ -140,8 +140,7 @@ class Case:
             device=self.device,
             seed=point.seed + index,
         )
-        lists = point.lists if index == 0 else point.lists.reshuffled(point.seed + 1000 + index)
-        keep = torch.from_numpy(lists.keep).to(self.device)
+        keep = torch.from_numpy(point.lists.keep(index)).to(self.device)
         return q, kv, selection.compact(keep, kv)
 
     @cached_property
@@ -209,6 +208,7 @@ def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check:
     kernel = samples.statistics()
     total = kernel["median"] + sum(plan.values())
     moved = arms[0].moved_bytes()
+    partition = arms[0].partition()
     health_after = environment.gpu_state(case.device.index) if on_gpu else {}
     flags = _flags(case, arms[0], mode, samples, kernel, (health_before, health_after))
     return {
@@ -232,6 +232,7 @@ def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check:
         "work": {
             "useful_bytes": case.useful_bytes,
             "moved_bytes": moved,
+            "thread_blocks": None if partition is None else partition.report(),
             "useful_tbps": case.useful_bytes / kernel["median"] / 1e6,
             "moved_tbps": moved / kernel["median"] / 1e6,
             "read_us": case.read_us,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
-class Topic(str, Enum):
+class Topic(StrEnum):
     """What can be listed."""
 
     ARMS = "arms"
@@ -76,7 +76,6 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
 
 def list_names(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:
     """List arms, shapes, geometries, page-list sources, metrics, or the runs in ./runs."""
-    rows = _rows(topic)
-    width = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
-    for row in rows:
-        print("  ".join(text.ljust(w) for text, w in zip(row, width, strict=False)).rstrip())
+    from moira_cli.render import print_columns
+
+    print_columns(_rows(topic))

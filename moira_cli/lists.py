@@ -26,6 +26,7 @@ import zipfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,16 @@ def forced_pages(pages: int) -> int:
 def synthetic_counts(rows: int, pages: int, keep: float, cv: float, seed: int) -> np.ndarray:
     """Page counts [rows] int of lognormal spread ``cv`` around ``keep * pages``, clipped to the row's pages.
 
-    The total is round(keep * pages * rows) for every cv (or as near as the forced pages allow), so that times at
-    different cv compare equal work. Clipping makes the measured CV smaller than the nominal one. The same seed draws
-    the same normal deviates for every cv.
+    The rows are the midpoint quantiles of the lognormal distribution in seeded order, so that a few rows already spread
+    as asked for. The total is round(keep * pages * rows) for every cv (or as near as the forced pages allow), so that
+    times at different cv compare equal work. Clipping and the missing tails make the measured CV smaller than the
+    nominal one.
     """
     low = forced_pages(pages)
     total = int(np.clip(round(keep * pages * rows), low * rows, pages * rows))
     sigma = np.sqrt(np.log1p(cv * cv))
-    weight = np.exp(sigma * np.random.default_rng(seed).standard_normal(rows))
+    deviates = np.array([NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)])
+    weight = np.random.default_rng(seed).permutation(np.exp(sigma * deviates))
 
     def clipped(scale: float) -> np.ndarray:
         return np.clip(scale * weight, low, pages)
@@ -185,49 +188,50 @@ def load_recorded(path: Path) -> RecordedLists:
 
 @dataclass(frozen=True)
 class Lists:
-    """Keep mask of a batch and what it is made from.
+    """Page counts of a batch and where they come from; the keep masks are made when asked for.
 
     Attributes:
-        keep: [B, H, P] bool.
+        counts: [B, H] int, pages kept.
+        pages: P, pages of every row.
         source: 'synthetic', or the label of the recording.
         cv_nominal: the CV asked for; None for recorded lists.
-        exact_ids: True if the page ids are those recorded, False if placed at random.
+        seed: seed of the places of the pages.
+        exact: (recording, steps [B], lists [B, H]) whose page ids are used as recorded; None to place them at random.
     """
 
-    keep: np.ndarray
+    counts: np.ndarray
+    pages: int
     source: str
     cv_nominal: float | None
-    exact_ids: bool
+    seed: int
+    exact: tuple[RecordedLists, np.ndarray, np.ndarray] | None = None
 
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """[B, H] pages kept."""
-        return self.keep.sum(-1)
+    def keep(self, variant: int = 0) -> np.ndarray:
+        """Keep mask [B, H, P] bool. Variants have the same counts at other places; recorded ids stay as they are."""
+        if self.exact is None:
+            return random_keep(self.counts, self.pages, self.seed + variant)
+        recorded, steps, units = self.exact
+        masks = (recorded.keep(step).reshape(-1, self.pages)[unit] for step, unit in zip(steps, units, strict=True))
+        return np.stack(list(masks))
 
     def describe(self) -> dict[str, Any]:
         """What a result records about its lists."""
+        digest = hashlib.sha256(self.counts.tobytes() + f"{self.source} {self.seed}".encode()).hexdigest()[:16]
         return {
             "source": self.source,
             "cv_nominal": self.cv_nominal,
             "cv_measured": float(coefficient_of_variation(self.counts)),
             "kept_pages": int(self.counts.sum()),
-            "kept_fraction": float(self.keep.mean()),
-            "page_ids": "recorded" if self.exact_ids else "random",
-            "digest": hashlib.sha256(np.packbits(self.keep).tobytes()).hexdigest()[:16],
+            "kept_fraction": float(self.counts.mean() / self.pages),
+            "page_ids": "random" if self.exact is None else "recorded",
+            "digest": digest,
         }
-
-    def reshuffled(self, seed: int) -> Lists:
-        """The same counts at other places; recorded ids stay as they are."""
-        if self.exact_ids:
-            return self
-        keep = random_keep(self.counts, self.keep.shape[-1], seed)
-        return Lists(keep, self.source, self.cv_nominal, exact_ids=False)
 
 
 def synthetic(batch: int, heads: int, pages: int, keep: float, cv: float, seed: int) -> Lists:
     """Synthetic lists for B = ``batch`` requests, H = ``heads`` lists each, ``pages`` pages a row."""
     counts = synthetic_counts(batch * heads, pages, keep, cv, seed).reshape(batch, heads)
-    return Lists(random_keep(counts, pages, seed + 1), "synthetic", cv, exact_ids=False)
+    return Lists(counts, pages, "synthetic", cv, seed)
 
 
 def from_recorded(recorded: RecordedLists, batch: int, heads: int, pages: int, seed: int) -> Lists:
@@ -243,13 +247,12 @@ def from_recorded(recorded: RecordedLists, batch: int, heads: int, pages: int, s
     offset = rng.integers(L * H)
     starts = (np.arange(batch) * (L * H) // batch + offset) % (L * H)
     units = (starts[:, None] + np.arange(heads)) % (L * H)
-    exact = bool((recorded.num_pages[steps] == pages).all())
-    if exact:
-        masks = [recorded.keep(step).reshape(L * H, pages)[unit] for step, unit in zip(steps, units, strict=True)]
-        return Lists(np.stack(masks), recorded.label, None, exact_ids=True)
-    fractions = recorded.fractions(recorded.counts).reshape(N, L * H)[steps[:, None], units]
+    counts = recorded.counts.reshape(N, L * H)[steps[:, None], units].astype(np.int64)
+    if (recorded.num_pages[steps] == pages).all():
+        return Lists(counts, pages, recorded.label, None, seed, (recorded, steps, units))
+    fractions = counts / recorded.num_pages[steps, None]
     counts = np.clip(np.round(fractions * pages), forced_pages(pages), pages).astype(np.int64)
-    return Lists(random_keep(counts, pages, seed + 1), recorded.label, None, exact_ids=False)
+    return Lists(counts, pages, recorded.label, None, seed)
 
 
 def summarize(recorded: RecordedLists) -> dict[str, dict[str, float]]:

@@ -1,4 +1,6 @@
-"""Results on disk. A run is a folder:
+"""Results on disk.
+
+A run is a folder:
 
     run.json        the whole run: environment, settings, status and every cell; rewritten atomically
     cells.jsonl     one finished cell a line, appended and flushed to the disk as it is measured
@@ -29,7 +31,6 @@ STATUSES = (
     "ok",
     "skipped_unsupported",
     "oom",
-    "timeout",
     "capture_failed",
     "wrong_result",
     "error",

@@ -23,6 +23,13 @@ def new_console(to_stderr: bool = False) -> Console:
     return console
 
 
+def print_columns(rows: list[tuple[str, ...]]) -> None:
+    """Left-justified columns, never cut; rows may have fewer cells than the first."""
+    width = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
+    for row in rows:
+        print("  ".join(text.ljust(w) for text, w in zip(row, width, strict=False)).rstrip())
+
+
 def new_table(*columns: str, title: str | None = None, left: int = 1) -> Table:
     """A plain table; the first ``left`` columns are left-justified, the others are numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")

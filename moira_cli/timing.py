@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -156,7 +157,7 @@ class EagerTimer(Timer):
             self.one_pass()
             event.record()
         events[-1].synchronize()
-        return [a.elapsed_time(b) * 1e3 / self.calls for a, b in zip(events, events[1:], strict=False)]
+        return [a.elapsed_time(b) * 1e3 / self.calls for a, b in pairwise(events)]
 
 
 class GraphTimer(EagerTimer):

@@ -29,7 +29,7 @@ def mvar_log_mass(
 
 
 def _logits_of_page(q: torch.Tensor, kv: PagedKV, index: torch.Tensor, scale: float) -> torch.Tensor:
-    """Logits of one page per request: q [B, H_kv, G, D], index [B] logical page -> [B, H_kv, G, S], -inf past the end."""
+    """Logits of one page per request: q [B, H_kv, G, D], index [B] page -> [B, H_kv, G, S], -inf past the end."""
     physical = kv.block_table.gather(1, index[:, None].long())[:, 0].long()
     keys = kv.k[physical]
     token = index[:, None] * kv.page_size + torch.arange(kv.page_size, device=q.device)

@@ -88,7 +88,8 @@ def coverage_bisection(
 ) -> torch.Tensor:
     """Algorithm 1: the same mask by bisection with K_B ``thresholds`` per pass (by row length if None).
 
-    The kept set contains that of ``coverage_sorted``; what it has more lies within 2^-24 of the largest share below tau.
+    The kept set contains that of ``coverage_sorted``; what it has more lies below tau by at most 2^-24 of the largest
+    share.
     """
     forced, middle = _regions(shares, num_pages)
     t = _target(shares, forced, gamma)
