@@ -206,9 +206,21 @@ def test_strict_fails_an_unsettled_row():
 SWEEP = ["--shape", "512x1,1kx1,2kx1,3kx1,4kx1,5kx1", "--cv", "0,1"]
 
 
+def restore_interrupts():
+    """A shell starts background jobs with Ctrl-C ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*arguments):
     command = [sys.executable, "-m", "moira_cli.main", "bench", "kernel", *TINY, *SWEEP, *arguments]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=restore_interrupts,
+    )
 
 
 def wait_for_cells(path, count):

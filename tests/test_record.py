@@ -15,7 +15,7 @@ from moira_cli.errors import CliError
 from moira_cli.lists import SHIPPED, load_recorded
 from moira_cli.main import app
 from moira_cli.record import read_text
-from tests.test_cli import ENVIRONMENT, one_line
+from tests.test_cli import ENVIRONMENT, one_line, restore_interrupts
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,7 +97,14 @@ def test_stopped_by_ctrl_c_and_resumed(model_folder, text_file, tmp_path):
         "r.Recording.add = stop\n"
         f"from moira_cli.main import app; app({['record', 'part.npz', *map(str, options)]!r})"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        preexec_fn=restore_interrupts,
+    )
     assert done.returncode == 128 + signal.SIGINT, done.stderr
     assert "8 of 12 steps are in part.npz" in done.stderr.splitlines()[-1]
     part = load_recorded(tmp_path / "part.npz")
