@@ -4,28 +4,37 @@ For query head g of a row with listed keys k_i and values v_i and softmax scale 
 
     o_g = sum_i exp(s q_g . k_i - l_g) v_i,        l_g = log sum_i exp(s q_g . k_i).
 
-Rows are cut into chunks by Equation (4) (``moira_kernels.partition``): thread block (b, j) reads the row's length from
-device memory, takes pages j c_b to (j + 1) c_b - 1 of the list and leaves at once if there are none (Algorithm 2). A
-row of one chunk is written directly, the others are merged (``moira_kernels.merge``). All query heads of a row share
-each key and value tile, so a page is read once per row.
+All query heads of a row share each key and value tile, so a page is read once per row. How rows are shared among
+thread blocks is a partition (``moira_kernels.partition``); each thread block works out its own part from the lengths in
+device memory, so there is no plan and a captured CUDA graph stays valid when the lengths change:
+
+- ``balanced`` (the default): a fixed grid of resident thread blocks; each adds up the lengths of all rows, takes an
+  equal slice of all tiles of all rows laid end to end, and walks the rows it touches.
+- ``eq4``, the paper's Equation (4) and Algorithm 2: J thread blocks per row; block (b, j) takes pages j c_b to
+  (j + 1) c_b - 1 of row b's list and leaves at once if there are none.
+
+A row that one thread block holds whole is written directly, the others are merged (``moira_kernels.merge``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moira_kernels import merge
+from moira_kernels import partition as cuts
 from moira_kernels.checks import UnsupportedError, require_tensor
 from moira_kernels.layout import PagedKV, RaggedPages, check_attention_arguments
-from moira_kernels.partition import eq4_blocks_per_row, eq4_min_chunk_pages
 
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
 MAX_PAGE_SIZE = 128
+MAX_ROWS_AT_ONCE = 4096
+LOG2_E = 1.4426950408889634
 INTERPRETED = triton.knobs.runtime.interpret
 """True when kernels run in Triton's interpreter (TRITON_INTERPRET=1 at import), the only way to run them on a CPU."""
 
@@ -70,7 +79,91 @@ def reference(
 
 
 @triton.jit
-def _attend_kernel(
+def _attend_tokens(
+    q,  # [BLOCK_G, BLOCK_D]
+    k_ptr,  # of this KV head
+    v_ptr,
+    ids_ptr,  # of this row's list
+    first,  # token range of the list; a multiple of TILE where pages are multiples of TILE
+    end,
+    scale_log2,
+    stride_k_page,
+    stride_k_token,
+    stride_v_page,
+    stride_v_token,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Attention over tokens [first, end) of one list: (output [BLOCK_G, BLOCK_D] float32, LSE [BLOCK_G] in base 2)."""
+    t = tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)
+    k_offset = t[:, None] * stride_k_token + d[None, :]
+    v_offset = t[:, None] * stride_v_token + d[None, :]
+    running_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(first, end, TILE):
+        if PAGE_SIZE % TILE == 0:
+            # One page holds the tile: a scalar address, and offsets within the tile that do not change.
+            page = tl.load(ids_ptr + start // PAGE_SIZE).to(tl.int64)
+            slot = start % PAGE_SIZE
+            k_tile = k_ptr + page * stride_k_page + slot * stride_k_token + k_offset
+            v_tile = v_ptr + page * stride_v_page + slot * stride_v_token + v_offset
+            # A negative id is skipped: it makes the tile empty.
+            valid = t < tl.where(page >= 0, end - start, 0)
+        else:
+            token = start + t
+            pages = tl.load(ids_ptr + token // PAGE_SIZE, mask=token < end, other=-1).to(tl.int64)
+            slots = token % PAGE_SIZE
+            k_tile = k_ptr + (pages * stride_k_page + slots * stride_k_token)[:, None] + d[None, :]
+            v_tile = v_ptr + (pages * stride_v_page + slots * stride_v_token)[:, None] + d[None, :]
+            valid = pages >= 0
+        mask = valid[:, None] if HEAD_DIM == BLOCK_D else valid[:, None] & (d[None, :] < HEAD_DIM)
+        # Loads are masked, not only scores: 0 x NaN is NaN.
+        k = tl.load(k_tile, mask=mask, other=0.0)
+        v = tl.load(v_tile, mask=mask, other=0.0)
+        if INTERPRETED:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(valid[None, :], scores, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        p = tl.exp2(scores - safe_max[:, None])
+        correction = tl.exp2(running_max - safe_max)
+        total = total * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        running_max = new_max
+    safe_total = tl.where(total > 0, total, 1.0)
+    return acc / safe_total[:, None], tl.where(total > 0, running_max + tl.log2(safe_total), -float("inf"))
+
+
+@triton.jit
+def _load_q(q_ptr, g, d, stride_q_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Queries of one list, [BLOCK_G, BLOCK_D]; the padding is zero."""
+    mask = (g[:, None] < GROUP) & (d[None, :] < HEAD_DIM)
+    q = tl.load(q_ptr + g[:, None] * stride_q_head + d[None, :], mask=mask, other=0.0)
+    if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 operands
+        q = q.to(tl.float32)
+    return q
+
+
+@triton.jit
+def _store_output(
+    out_ptr, lse_ptr, out, lse_log2, g, d, stride_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr
+):
+    """Write [BLOCK_G, BLOCK_D] outputs and their LSEs times SCALE, without the padding."""
+    mask = (g[:, None] < GROUP) & (d[None, :] < HEAD_DIM)
+    tl.store(out_ptr + g[:, None] * stride_head + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + g, lse_log2 * SCALE, mask=g < GROUP)
+
+
+@triton.jit
+def _attend_eq4_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -80,7 +173,7 @@ def _attend_kernel(
     out_ptr,
     lse_ptr,  # [rows, G] float32
     partial_ptr,  # [rows, J, G, D] float32
-    partial_lse_ptr,  # [rows, J, G] float32
+    partial_lse_ptr,  # [rows, J, G] float32, base 2
     scale_log2,  # softmax scale * log2(e): the loop works in powers of two
     stride_q_batch,
     stride_q_head,
@@ -106,83 +199,228 @@ def _attend_kernel(
     MIN_CHUNK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    LN2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
-    batch = row // NUM_LISTS
-    list_head = row % NUM_LISTS
-    kv_head = list_head // LISTS_PER_KV_HEAD
     length = tl.load(lengths_ptr + row)
     chunk, chunks = merge.row_chunks(length, MIN_CHUNK, BLOCKS_PER_ROW)
     # An empty row has no chunk; its first thread block stays to write the zeros.
     if j >= tl.maximum(chunks, 1):
         return
+    batch = row // NUM_LISTS
+    list_head = row % NUM_LISTS
+    kv_head = list_head // LISTS_PER_KV_HEAD
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    q_row = q_ptr + batch * stride_q_batch + list_head * GROUP * stride_q_head
+    q = _load_q(q_row, g, d, stride_q_head, GROUP, HEAD_DIM, INTERPRETED)
+    row_tokens = (length - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + row)
+    first = j * chunk * PAGE_SIZE
+    out, lse = _attend_tokens(
+        q,
+        k_ptr + kv_head * stride_k_head,
+        v_ptr + kv_head * stride_v_head,
+        page_ids_ptr + batch * stride_ids_batch + list_head * stride_ids_head,
+        first,
+        tl.minimum(first + chunk * PAGE_SIZE, row_tokens),
+        scale_log2,
+        stride_k_page,
+        stride_k_token,
+        stride_v_page,
+        stride_v_token,
+        HEAD_DIM,
+        BLOCK_G,
+        BLOCK_D,
+        PAGE_SIZE,
+        TILE,
+        INTERPRETED,
+    )
+    if chunks <= 1:
+        out_row = out_ptr + batch * stride_out_batch + list_head * GROUP * stride_out_head
+        _store_output(out_row, lse_ptr + row * GROUP, out, lse, g, d, stride_out_head, GROUP, HEAD_DIM, merge.LN2)
+    else:
+        part = (row * BLOCKS_PER_ROW + j) * GROUP
+        _store_output(
+            partial_ptr + part * HEAD_DIM, partial_lse_ptr + part, out, lse, g, d, HEAD_DIM, GROUP, HEAD_DIM, 1.0
+        )
+
+
+@triton.jit
+def _row_tiles(lengths_ptr, first, num_rows, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS] tiles of rows first .. first + ROWS - 1. An empty row counts one, so that some thread block writes it."""
+    row = first + tl.arange(0, ROWS)
+    length = tl.load(lengths_ptr + row, mask=row < num_rows, other=0)
+    return tl.where(row < num_rows, tl.maximum(tl.cdiv(length * PAGE_SIZE, TILE), 1), 0)
+
+
+@triton.jit
+def _attend_balanced_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    page_ids_ptr,
+    lengths_ptr,  # [rows] int32
+    last_page_len_ptr,  # [rows] int32
+    out_ptr,
+    lse_ptr,  # [rows, G] float32
+    partial_ptr,  # [blocks, 2, G, D] float32: of a row begun earlier, of a row that goes on
+    partial_lse_ptr,  # [blocks, 2, G] float32, base 2
+    cut_rows_ptr,  # [blocks, 2] int32: the row whose first piece a thread block holds, and the row's pieces
+    num_rows,
+    scale_log2,
+    stride_q_batch,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_token,
+    stride_v_page,
+    stride_v_head,
+    stride_v_token,
+    stride_ids_batch,
+    stride_ids_head,
+    stride_out_batch,
+    stride_out_head,
+    NUM_LISTS: tl.constexpr,
+    LISTS_PER_KV_HEAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,  # rows whose lengths are added up at once
+    ONE_PASS: tl.constexpr,  # num_rows <= ROWS
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+
+    # This thread block's slice [start, stop) of all tiles, and the row that holds tile `start`.
+    tiles = _row_tiles(lengths_ptr, 0, num_rows, PAGE_SIZE, TILE, ROWS)
+    total = tl.sum(tiles, 0)
+    if not ONE_PASS:
+        for first in range(ROWS, num_rows, ROWS):
+            total += tl.sum(_row_tiles(lengths_ptr, first, num_rows, PAGE_SIZE, TILE, ROWS), 0)
+    start, stop = merge.slice_of(block, total, blocks)
+    before = tl.cumsum(tiles, 0) <= start
+    row = tl.sum((before & (tiles > 0)).to(tl.int32), 0)
+    row_begin = tl.sum(tl.where(before, tiles, 0), 0)
+    if not ONE_PASS:
+        passed = tl.sum(tiles, 0)
+        for first in range(ROWS, num_rows, ROWS):
+            more = _row_tiles(lengths_ptr, first, num_rows, PAGE_SIZE, TILE, ROWS)
+            before = passed + tl.cumsum(more, 0) <= start
+            row += tl.sum((before & (more > 0)).to(tl.int32), 0)
+            row_begin += tl.sum(tl.where(before, more, 0), 0)
+            passed += tl.sum(more, 0)
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    t = tl.arange(0, TILE)
-    g_mask = g[:, None] < GROUP
-    d_mask = d[None, :] < HEAD_DIM
-    head = list_head * GROUP + g[:, None]
-    q = tl.load(q_ptr + batch * stride_q_batch + head * stride_q_head + d[None, :], mask=g_mask & d_mask, other=0.0)
-    if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 operands
-        q = q.to(tl.float32)
-    ids = page_ids_ptr + batch * stride_ids_batch + list_head * stride_ids_head
-    k_base = k_ptr + kv_head * stride_k_head + d[None, :]
-    v_base = v_ptr + kv_head * stride_v_head + d[None, :]
-    row_tokens = (length - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + row)
-    first_token = j * chunk * PAGE_SIZE
-    end_token = tl.minimum(first_token + chunk * PAGE_SIZE, row_tokens)
+    while row_begin < stop:
+        length = tl.load(lengths_ptr + row)
+        row_end = row_begin + tl.maximum(tl.cdiv(length * PAGE_SIZE, TILE), 1)
+        batch = (row // NUM_LISTS).to(tl.int64)
+        list_head = row % NUM_LISTS
+        kv_head = (list_head // LISTS_PER_KV_HEAD).to(tl.int64)
+        q_row = q_ptr + batch * stride_q_batch + list_head * GROUP * stride_q_head
+        q = _load_q(q_row, g, d, stride_q_head, GROUP, HEAD_DIM, INTERPRETED)
+        row_tokens = (length - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + row)
+        out, lse = _attend_tokens(
+            q,
+            k_ptr + kv_head * stride_k_head,
+            v_ptr + kv_head * stride_v_head,
+            page_ids_ptr + batch * stride_ids_batch + list_head * stride_ids_head,
+            tl.maximum(start - row_begin, 0) * TILE,
+            tl.minimum((stop - row_begin) * TILE, row_tokens),
+            scale_log2,
+            stride_k_page,
+            stride_k_token,
+            stride_v_page,
+            stride_v_token,
+            HEAD_DIM,
+            BLOCK_G,
+            BLOCK_D,
+            PAGE_SIZE,
+            TILE,
+            INTERPRETED,
+        )
+        begins = row_begin >= start
+        if begins & (row_end <= stop):
+            out_row = out_ptr + batch * stride_out_batch + list_head * GROUP * stride_out_head
+            _store_output(
+                out_row, lse_ptr + row.to(tl.int64) * GROUP, out, lse, g, d, stride_out_head, GROUP, HEAD_DIM, merge.LN2
+            )
+        else:
+            part = (2 * block + begins.to(tl.int32)) * GROUP
+            _store_output(
+                partial_ptr + part * HEAD_DIM, partial_lse_ptr + part, out, lse, g, d, HEAD_DIM, GROUP, HEAD_DIM, 1.0
+            )
+        row_begin = row_end
+        row += 1
+    # The last row, if it begins here and goes on: where its pieces are. Worked out after the loop from what the loop
+    # carries anyway: Triton 3.6 returns a stale value for a variable that copies another loop-carried one.
+    last_row = row - 1
+    first_tile = row_begin - tl.maximum(tl.cdiv(tl.load(lengths_ptr + last_row) * PAGE_SIZE, TILE), 1)
+    cut = (start < stop) & (first_tile >= start) & (row_begin > stop)
+    pieces = tl.where(cut, merge.block_of(row_begin - 1, total, blocks) - block + 1, 0)
+    tl.store(cut_rows_ptr + 2 * block, last_row)
+    tl.store(cut_rows_ptr + 2 * block + 1, pieces)
 
-    running_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(first_token, end_token, TILE):
-        token = start + t
-        page = tl.load(ids + token // PAGE_SIZE, mask=token < end_token, other=-1).to(tl.int64)
-        slot = token % PAGE_SIZE
-        valid = page >= 0
-        kv_mask = valid[:, None] & d_mask
-        k = tl.load(k_base + (page * stride_k_page + slot * stride_k_token)[:, None], mask=kv_mask, other=0.0)
-        v = tl.load(v_base + (page * stride_v_page + slot * stride_v_token)[:, None], mask=kv_mask, other=0.0)
-        if INTERPRETED:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(valid[None, :], scores, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        p = tl.exp2(scores - safe_max[:, None])
-        correction = tl.exp2(running_max - safe_max)
-        total = total * correction + tl.sum(p, 1)
-        acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        running_max = new_max
 
-    safe_total = tl.where(total > 0, total, 1.0)
-    acc = acc / safe_total[:, None]
-    lse = tl.where(total > 0, (running_max + tl.log2(safe_total)) * LN2, -float("inf"))
-    if chunks <= 1:
-        out = out_ptr + batch * stride_out_batch + head * stride_out_head + d[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=g_mask & d_mask)
-        tl.store(lse_ptr + row * GROUP + g, lse, mask=g < GROUP)
-    else:
-        part = (row * BLOCKS_PER_ROW + j) * GROUP + g
-        tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=g_mask & d_mask)
-        tl.store(partial_lse_ptr + part, lse, mask=g < GROUP)
+@dataclass(frozen=True)
+class LaunchShape:
+    """How Attend is launched: a pure function of static shape and device, never of lengths.
+
+    Attributes:
+        tile: tokens per iteration.
+        num_warps, num_stages: of a thread block.
+        blocks_per_multiprocessor: thread blocks that stay resident together.
+    """
+
+    tile: int = 32
+    num_warps: int = 2
+    num_stages: int = 3
+    blocks_per_multiprocessor: int = 4
+
+
+def launch_shape(head_dim: int, shared_bytes: int) -> LaunchShape:
+    """The launch for D = ``head_dim`` on a device with ``shared_bytes`` of shared memory per multiprocessor.
+
+    Two tiles of keys and values are in flight per thread block; as many thread blocks as fit, at most four (more spill
+    registers, and fewer leave the memory idle).
+    """
+    shape = LaunchShape()
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    # Two stages of K and V, the queries and what the reductions exchange; 1 KiB per block is the system's.
+    need = 2 * 2 * shape.tile * block_d * 2 + 16 * block_d * 2 + 2048
+    most = 4 if block_d <= 128 else 2
+    return replace(shape, blocks_per_multiprocessor=max(1, min(most, shared_bytes // need)))
 
 
 @dataclass(frozen=True)
 class Workspace:
     """Scratch of one attend() shape, allocated once so that nothing is allocated on the decode path.
 
+    Launches that share a workspace must not overlap.
+
     Attributes:
-        partials: [rows, J, G, D] float32, partial outputs; J = max(32, ceil(4096 / rows)).
-        partial_lse: [rows, J, G] float32.
+        partition: 'balanced' or 'eq4'.
+        blocks: thread blocks of the grid (balanced) or per row (eq4).
+        partials: [blocks, 2, G, D] (balanced) or [rows, blocks, G, D] (eq4) float32, partial outputs.
+        partial_lse: the same without D, float32, base 2.
+        cut_rows: [blocks, 2] int32 (balanced), the row whose first piece a thread block holds and its number of pieces.
         lse: [B, H_q] float32.
     """
 
+    partition: str
+    blocks: int
+    num_rows: int
     partials: torch.Tensor
     partial_lse: torch.Tensor
+    cut_rows: torch.Tensor
     lse: torch.Tensor
 
     @classmethod
@@ -193,16 +431,40 @@ class Workspace:
         num_lists: int,
         head_dim: int,
         device: torch.device,
-        blocks_per_row: int | None = None,
+        partition: str = "balanced",
+        blocks: int | None = None,
     ) -> Workspace:
-        """Scratch for B = ``batch``, H_q = ``num_heads``, H = ``num_lists`` lists per request; J by Equation (4)."""
+        """Scratch for B = ``batch``, H_q = ``num_heads``, H = ``num_lists`` lists per request.
+
+        ``blocks`` is the number of resident thread blocks of the device (balanced) or J of Equation (4) (eq4) if None.
+        """
         rows, group = batch * num_lists, num_heads // num_lists
-        shape = (rows, blocks_per_row or eq4_blocks_per_row(rows), group)
+        if partition == "balanced":
+            blocks = blocks or resident_blocks(head_dim, device)
+            shape = (blocks, 2, group)
+        elif partition == "eq4":
+            blocks = blocks or cuts.eq4_blocks_per_row(rows)
+            shape = (rows, blocks, group)
+        else:
+            raise ValueError(f"partition: expected 'balanced' or 'eq4', got {partition!r}")
         return cls(
+            partition,
+            blocks,
+            rows,
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty((blocks, 2), dtype=torch.int32, device=device),
             torch.empty((batch, num_heads), dtype=torch.float32, device=device),
         )
+
+
+def resident_blocks(head_dim: int, device: torch.device) -> int:
+    """Thread blocks that the device holds at once; four in the interpreter, where they run one after another."""
+    if device.type != "cuda":
+        return 4
+    properties = torch.cuda.get_device_properties(device)
+    shape = launch_shape(head_dim, properties.shared_memory_per_multiprocessor)
+    return shape.blocks_per_multiprocessor * properties.multi_processor_count
 
 
 def require_supported(q: torch.Tensor, kv: PagedKV, pages: RaggedPages) -> None:
@@ -255,42 +517,46 @@ def attend(
         require_tensor("out", out, tuple(q.shape), q.dtype, q.device)
     if workspace is None:
         workspace = Workspace.allocate(batch, num_heads, pages.num_lists, head_dim, q.device)
-    rows, blocks_per_row, group, _ = workspace.partials.shape
-    if (rows, group) != (pages.num_rows, num_heads // pages.num_lists):
-        raise ValueError(f"workspace: made for {rows} rows of {group} heads, got {pages.num_rows} rows")
+    group = num_heads // pages.num_lists
+    if (workspace.num_rows, workspace.partials.shape[2]) != (pages.num_rows, group):
+        raise ValueError(f"workspace: made for {workspace.num_rows} rows, got {pages.num_rows} rows of {group} heads")
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    min_chunk_pages = eq4_min_chunk_pages(kv.page_size)
-    lengths, last_page_len = pages.lengths.contiguous(), pages.last_page_len.contiguous()
-    _attend_kernel[(rows, blocks_per_row)](
-        q,
-        kv.k,
-        kv.v,
-        pages.page_ids,
-        lengths,
-        last_page_len,
-        out,
-        workspace.lse,
-        workspace.partials,
-        workspace.partial_lse,
-        scale * 1.4426950408889634,
+    shape = LaunchShape()
+    pointers = (q, kv.k, kv.v, pages.page_ids, pages.lengths, pages.last_page_len, out, workspace.lse)
+    scratch = (workspace.partials, workspace.partial_lse)
+    strides = (
         *q.stride()[:2],
         *kv.k.stride()[:3],
         *kv.v.stride()[:3],
         *pages.page_ids.stride()[:2],
         *out.stride()[:2],
-        NUM_LISTS=pages.num_lists,
-        LISTS_PER_KV_HEAD=pages.num_lists // kv.num_kv_heads,
-        GROUP=group,
-        BLOCK_G=16,
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        PAGE_SIZE=kv.page_size,
-        TILE=64,
-        BLOCKS_PER_ROW=blocks_per_row,
-        MIN_CHUNK=min_chunk_pages,
-        INTERPRETED=INTERPRETED,
-        num_warps=4,
-        num_stages=3,
     )
-    merge.launch(workspace.partials, workspace.partial_lse, lengths, out, workspace.lse, min_chunk_pages)
+    options = {
+        "NUM_LISTS": pages.num_lists,
+        "LISTS_PER_KV_HEAD": pages.num_lists // kv.num_kv_heads,
+        "GROUP": group,
+        "BLOCK_G": 16,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "PAGE_SIZE": kv.page_size,
+        "TILE": shape.tile,
+        "INTERPRETED": INTERPRETED,
+        "num_warps": shape.num_warps,
+        "num_stages": shape.num_stages,
+    }
+    scale_log2 = scale * LOG2_E
+    if workspace.partition == "eq4":
+        min_chunk = cuts.eq4_min_chunk_pages(kv.page_size)
+        options |= {"BLOCKS_PER_ROW": workspace.blocks, "MIN_CHUNK": min_chunk}
+        grid = (pages.num_rows, workspace.blocks)
+        _attend_eq4_kernel[grid](*pointers, *scratch, scale_log2, *strides, **options)
+        merge.launch_eq4(*scratch, pages.lengths, out, workspace.lse, min_chunk)
+    else:
+        rows_at_once = min(MAX_ROWS_AT_ONCE, triton.next_power_of_2(pages.num_rows))
+        pdl = merge.use_pdl(q.device)
+        options |= {"ROWS": rows_at_once, "ONE_PASS": pages.num_rows <= rows_at_once, "PDL": pdl, "launch_pdl": pdl}
+        _attend_balanced_kernel[(workspace.blocks,)](
+            *pointers, *scratch, workspace.cut_rows, pages.num_rows, scale_log2, *strides, **options
+        )
+        merge.launch_balanced(*scratch, workspace.cut_rows, pages.num_lists, pages.num_rows, out, workspace.lse)
     return (out, workspace.lse) if return_lse else out

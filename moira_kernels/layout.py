@@ -119,6 +119,9 @@ class RaggedPages:
         require_tensor("pages.last_page_len", self.last_page_len, rows, torch.int32, self.page_ids.device)
         if self.page_ids.stride(-1) != 1:
             raise ValueError(f"pages.page_ids: expected a contiguous last dimension, got {self.page_ids.stride()}")
+        for name in ("lengths", "last_page_len"):
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(f"pages.{name}: expected a contiguous tensor, got {getattr(self, name).stride()}")
 
     @property
     def batch(self) -> int:

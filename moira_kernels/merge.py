@@ -9,9 +9,14 @@ A partial with l_j = -inf is empty and never contributes, whatever its o_j holds
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 def reference(partials: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,9 +40,67 @@ def row_chunks(length, MIN_CHUNK: tl.constexpr, BLOCKS_PER_ROW: tl.constexpr):
 
 
 @triton.jit
-def _merge_kernel(
+def slice_of(block, total, blocks):
+    """[start, stop) of a thread block when ``total`` units are shared evenly; the first total % blocks get one more."""
+    size = total // blocks
+    extra = total % blocks
+    start = block * size + tl.minimum(block, extra)
+    return start, start + size + (block < extra).to(tl.int32)
+
+
+@triton.jit
+def block_of(unit, total, blocks):
+    """The thread block whose slice holds ``unit``: the inverse of ``slice_of``."""
+    size = total // blocks
+    extra = total % blocks
+    in_larger = extra * (size + 1)
+    return tl.where(unit < in_larger, unit // (size + 1), extra + (unit - in_larger) // tl.maximum(size, 1))
+
+
+@triton.jit
+def _merge_pieces(
+    partial_ptr,  # of this row's first piece and this query head
+    partial_lse_ptr,
+    first_slot,  # slot of piece 0; piece j > 0 is in slot second_slot + (j - 1) * slot_step
+    second_slot,
+    slot_step,
+    pieces,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """(output [BLOCK_D], LSE in base 2) of ``pieces`` partials, always in the order of j."""
+    d = tl.arange(0, BLOCK_D)
+    offset = tl.arange(0, TILE)
+    running_max = -float("inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, pieces, TILE):
+        j = first + offset
+        slot = tl.where(j == 0, first_slot, second_slot + (j - 1) * slot_step) * GROUP
+        lse = tl.load(partial_lse_ptr + slot, mask=j < pieces, other=-float("inf"))
+        partial = tl.load(
+            partial_ptr + slot[:, None] * HEAD_DIM + d[None, :],
+            mask=(j < pieces)[:, None] & (d[None, :] < HEAD_DIM),
+            other=0.0,
+        )
+        partial = tl.where((lse > -float("inf"))[:, None], partial, 0.0)
+        new_max = tl.maximum(running_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weight = tl.exp2(lse - safe_max)
+        correction = tl.exp2(running_max - safe_max)
+        total = total * correction + tl.sum(weight, 0)
+        acc = acc * correction + tl.sum(weight[:, None] * partial, 0)
+        running_max = new_max
+    safe_total = tl.where(total > 0, total, 1.0)
+    return acc / safe_total, tl.where(total > 0, running_max + tl.log2(safe_total), -float("inf"))
+
+
+@triton.jit
+def _merge_eq4_kernel(
     partial_ptr,  # [rows, J, G, D] float32
-    partial_lse_ptr,  # [rows, J, G] float32
+    partial_lse_ptr,  # [rows, J, G] float32, base 2
     lengths_ptr,  # [rows] int32
     out_ptr,
     lse_ptr,  # [rows, G] float32
@@ -56,36 +119,52 @@ def _merge_kernel(
     _, chunks = row_chunks(tl.load(lengths_ptr + row), MIN_CHUNK, BLOCKS_PER_ROW)
     if chunks <= 1:  # Attend has written the row itself
         return
+    slot = row * BLOCKS_PER_ROW
+    acc, lse = _merge_pieces(
+        partial_ptr + g * HEAD_DIM, partial_lse_ptr + g, slot, slot + 1, 1, chunks, GROUP, HEAD_DIM, BLOCK_D, TILE
+    )
     d = tl.arange(0, BLOCK_D)
-    offset_j = tl.arange(0, TILE)
-    running_max = -float("inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, chunks, TILE):
-        j = first + offset_j
-        slot = (row * BLOCKS_PER_ROW + j) * GROUP + g
-        lse = tl.load(partial_lse_ptr + slot, mask=j < chunks, other=-float("inf"))
-        used = lse > -float("inf")
-        partial = tl.load(
-            partial_ptr + slot[:, None] * HEAD_DIM + d[None, :],
-            mask=used[:, None] & (d[None, :] < HEAD_DIM),
-            other=0.0,
-        )
-        new_max = tl.maximum(running_max, tl.max(lse, 0))
-        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weight = tl.exp(lse - safe_max)
-        correction = tl.exp(running_max - safe_max)
-        total = total * correction + tl.sum(weight, 0)
-        acc = acc * correction + tl.sum(weight[:, None] * partial, 0)
-        running_max = new_max
-    safe_total = tl.where(total > 0, total, 1.0)
-    acc = acc / safe_total
     out = out_ptr + (row // NUM_LISTS) * stride_out_batch + ((row % NUM_LISTS) * GROUP + g) * stride_out_head
     tl.store(out + d, acc.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-    tl.store(lse_ptr + row * GROUP + g, tl.where(total > 0, running_max + tl.log(safe_total), -float("inf")))
+    tl.store(lse_ptr + row * GROUP + g, lse * LN2)
 
 
-def launch(
+@triton.jit
+def _merge_balanced_kernel(
+    partial_ptr,  # [blocks, 2, G, D] float32
+    partial_lse_ptr,  # [blocks, 2, G] float32, base 2
+    cut_rows_ptr,  # [blocks, 2] int32
+    out_ptr,
+    lse_ptr,  # [rows, G] float32
+    stride_out_batch,
+    stride_out_head,
+    NUM_LISTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+    block = tl.program_id(0)
+    g = tl.program_id(1)
+    row = tl.load(cut_rows_ptr + 2 * block).to(tl.int64)
+    pieces = tl.load(cut_rows_ptr + 2 * block + 1)
+    if pieces == 0:  # no row that begins in this thread block goes on in the next
+        return
+    # The first piece is this thread block's second partial, the others are the first partials of the next ones.
+    slot = 2 * block
+    acc, lse = _merge_pieces(
+        partial_ptr + g * HEAD_DIM, partial_lse_ptr + g, slot + 1, slot + 2, 2, pieces, GROUP, HEAD_DIM, BLOCK_D, TILE
+    )
+    d = tl.arange(0, BLOCK_D)
+    out = out_ptr + (row // NUM_LISTS) * stride_out_batch + ((row % NUM_LISTS) * GROUP + g) * stride_out_head
+    tl.store(out + d, acc.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(lse_ptr + row * GROUP + g, lse * LN2)
+
+
+def launch_eq4(
     partials: torch.Tensor,
     partial_lse: torch.Tensor,
     lengths: torch.Tensor,
@@ -95,18 +174,17 @@ def launch(
 ) -> None:
     """Merge the rows of more than one chunk on the device.
 
-    partials [rows, J, G, D] and partial_lse [rows, J, G] float32; lengths [B, H] int32; out [B, H_q, D]; lse [B, H_q]
-    float32. Which rows have more than one chunk follows from ``lengths`` by Equation (4), as in Attend.
+    partials [rows, J, G, D] and partial_lse [rows, J, G] float32 (base 2); lengths [B, H] int32; out [B, H_q, D]; lse
+    [B, H_q] float32. Which rows have more than one chunk follows from ``lengths`` by Equation (4), as in Attend.
     """
     rows, blocks_per_row, group, head_dim = partials.shape
-    _merge_kernel[(rows, group)](
+    _merge_eq4_kernel[(rows, group)](
         partials,
         partial_lse,
         lengths,
         out,
         lse,
-        out.stride(0),
-        out.stride(1),
+        *out.stride()[:2],
         NUM_LISTS=lengths.shape[1],
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -116,3 +194,50 @@ def launch(
         TILE=min(16, triton.next_power_of_2(blocks_per_row)),
         num_warps=4,
     )
+
+
+def pieces_per_pass(blocks: int, num_rows: int) -> int:
+    """Partials that a merging thread block loads at once: four times a row's mean number of pieces, from 4 to 64."""
+    return min(64, max(4, triton.next_power_of_2(4 * blocks // num_rows)))
+
+
+def launch_balanced(
+    partials: torch.Tensor,
+    partial_lse: torch.Tensor,
+    cut_rows: torch.Tensor,
+    num_lists: int,
+    num_rows: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Merge the rows that a slice border cuts, at most one per border, so the work does not grow with the batch.
+
+    partials [blocks, 2, G, D] and partial_lse [blocks, 2, G] float32 (base 2), cut_rows [blocks, 2] int32 as Attend
+    leaves them; out [B, H_q, D]; lse [B, H_q] float32.
+    """
+    blocks, _, group, head_dim = partials.shape
+    pdl, tile = use_pdl(out.device), pieces_per_pass(blocks, num_rows)
+    _merge_balanced_kernel[(blocks, group)](
+        partials,
+        partial_lse,
+        cut_rows,
+        out,
+        lse,
+        *out.stride()[:2],
+        NUM_LISTS=num_lists,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        TILE=tile,
+        PDL=pdl,
+        num_warps=2 if tile < 32 else 4,
+        launch_pdl=pdl,
+    )
+
+
+@cache
+def use_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch (sm_90 and newer): the next kernel's thread blocks start while the last ones of
+    this kernel finish, and wait for its results.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

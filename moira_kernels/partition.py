@@ -5,8 +5,8 @@
     J = max(N_J, ceil(N_T / rows)),        c_b = max(C, ceil(n_b / J)),
 
 so a block whose chunk lies past the row's end exits at once. ``balanced`` gives each of a fixed number of thread
-blocks an equal contiguous slice of all pages of all rows, whatever the rows' lengths; only the first and the last row
-of a slice can be cut.
+blocks an equal contiguous slice of all rows laid end to end, whatever the rows' lengths; only the first and the last
+row of a slice can be cut.
 
 Both need nothing but the lengths: no GPU and no plan. The kernels compute the same cut on the device.
 """
@@ -58,7 +58,7 @@ class Partition:
         num_blocks: thread blocks launched, idle ones included.
         block: [pieces] int, the thread block.
         row: [pieces] int, the row.
-        start, stop: [pieces] int, half-open range of positions in the row's page list.
+        start, stop: [pieces], half-open range of positions in the row's page list (int, or float: parts of pages).
     """
 
     num_blocks: int
@@ -68,8 +68,8 @@ class Partition:
     stop: np.ndarray
 
     def pages_per_block(self) -> np.ndarray:
-        """[num_blocks] int, pages that each thread block reads; 0 for an idle one."""
-        return np.bincount(self.block, weights=self.stop - self.start, minlength=self.num_blocks).astype(np.int64)
+        """[num_blocks] float, pages that each thread block reads; 0 for an idle one."""
+        return np.bincount(self.block, weights=self.stop - self.start, minlength=self.num_blocks)
 
     def chunks_per_row(self, num_rows: int) -> np.ndarray:
         """[num_rows] int, thread blocks that share each row; more than one means the row needs a merge."""
@@ -91,9 +91,9 @@ class Partition:
         return {
             "blocks": self.num_blocks,
             "idle": int(self.num_blocks - busy.size),
-            "min": int(busy.min()),
+            "min": float(busy.min()),
             "mean": float(busy.mean()),
-            "max": int(busy.max()),
+            "max": float(busy.max()),
             "max_over_mean": float(busy.max() / busy.mean()),
         }
 
@@ -127,23 +127,32 @@ def eq4(
     return Partition(n.size * J, row * J + j, row, start, np.minimum(start + chunk[row], n[row]))
 
 
-def balanced(lengths: Sequence[int] | np.ndarray, num_blocks: int) -> Partition:
-    """Equal contiguous slices of all pages: thread block i takes pages floor(i T / N) to floor((i + 1) T / N) - 1 of
-    the T pages of all rows laid end to end, so no two thread blocks differ by more than one page.
+def balanced(
+    lengths: Sequence[int] | np.ndarray, num_blocks: int, page_size: int = 64, tile_tokens: int = 64
+) -> Partition:
+    """Equal contiguous slices of all tiles of ``tile_tokens`` tokens, rows laid end to end.
+
+    Of T tiles, each of N thread blocks takes floor(T / N), and the first T mod N one more. A row has
+    max(1, ceil(pages * page_size / tile_tokens)) tiles: an empty row counts one, so that some thread block writes its
+    zeros. Positions are pages, and fractions of them where a tile is less than a page.
 
     >>> balanced([8, 3, 5, 2], num_blocks=6).pages_per_block()
-    array([3, 3, 3, 3, 3, 3])
+    array([3., 3., 3., 3., 3., 3.])
     """
-    n = _row_lengths(lengths)
+    pages = _row_lengths(lengths)
     if num_blocks < 1:
         raise ValueError(f"num_blocks: expected at least 1, got {num_blocks}")
+    n = np.maximum(-(-pages * page_size // tile_tokens), 1)
     row_end = np.cumsum(n)
-    total = int(row_end[-1])
-    cuts = np.arange(num_blocks + 1) * total // num_blocks
+    size, extra = divmod(int(row_end[-1]), num_blocks)
+    block_index = np.arange(num_blocks + 1)
+    cuts = block_index * size + np.minimum(block_index, extra)
     # Every slice border and every row border starts a new piece.
-    borders = np.unique(np.concatenate([cuts, row_end, [0]]))
+    borders = np.unique(np.concatenate([cuts, row_end]))
     start, stop = borders[:-1], borders[1:]
     row = np.searchsorted(row_end, start, side="right")
     block = np.searchsorted(cuts, start, side="right") - 1
     row_start = (row_end - n)[row]
-    return Partition(num_blocks, block, row, start - row_start, stop - row_start)
+    tiles_per_page = page_size / tile_tokens
+    stop_page = np.minimum((stop - row_start) / tiles_per_page, pages[row])
+    return Partition(num_blocks, block, row, (start - row_start) / tiles_per_page, stop_page)

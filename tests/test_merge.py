@@ -37,7 +37,7 @@ def test_kernel_against_reference(device, chunks):
     lengths = torch.tensor([[0], [chunks * C], [1]], dtype=torch.int32, device=device)
     out = torch.full((3, G, D), 123.0, device=device)
     out_lse = torch.full((3, G), 123.0, device=device)
-    merge.launch(partials.to(device), lse.to(device), lengths, out, out_lse, C)
+    merge.launch_eq4(partials.to(device), lse.to(device) / math.log(2), lengths, out, out_lse, C)
     assert (out[[0, 2]] == 123).all()
     assert (out_lse[[0, 2]] == 123).all()
     if chunks == 1:
@@ -51,7 +51,34 @@ def test_kernel_against_reference(device, chunks):
 def test_partials_beyond_half_precision_c9(device):
     partials = torch.zeros(1, 2, 1, 16, device=device)
     partials[0, 1] = 7e4
-    lse = torch.tensor([20.03, 20.09], device=device).view(1, 2, 1)
+    lse = torch.tensor([20.03, 20.09], device=device).view(1, 2, 1) / math.log(2)
     out, out_lse = torch.empty(1, 1, 16, device=device), torch.empty(1, 1, device=device)
-    merge.launch(partials, lse, torch.tensor([[2]], dtype=torch.int32, device=device), out, out_lse, 1)
+    merge.launch_eq4(partials, lse, torch.tensor([[2]], dtype=torch.int32, device=device), out, out_lse, 1)
     torch.testing.assert_close(out, torch.full_like(out, 7e4 / (1 + math.exp(-0.06))), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("pieces", [0, 2, 3, 9, 40])
+def test_row_cut_by_slice_borders(device, pieces):
+    """Row 1 begins in thread block 1 and goes on over ``pieces`` blocks; all other partials are NaN and never read."""
+    blocks, G, D = 44, 3, 24
+    generator = torch.Generator().manual_seed(pieces)
+    partials = torch.full((blocks, 2, G, D), float("nan"))
+    lse = torch.full((blocks, 2, G), float("nan"))
+    slots = [(1 + j, int(j == 0)) for j in range(pieces)]
+    for slot in slots:
+        partials[slot] = torch.randn(G, D, generator=generator)
+        lse[slot] = 5 * torch.randn(G, generator=generator)
+    cut_rows = torch.zeros(blocks, 2, dtype=torch.int32)
+    cut_rows[1] = torch.tensor([1, pieces])
+    out, out_lse = torch.full((2, G, D), 123.0, device=device), torch.full((2, G), 123.0, device=device)
+    scratch = (partials.to(device), lse.to(device) / math.log(2), cut_rows.to(device))
+    merge.launch_balanced(*scratch, 1, 2, out, out_lse)
+    assert (out[0] == 123).all()
+    if not pieces:
+        assert (out[1] == 123).all()
+        return
+    want, want_lse = merge.reference(
+        torch.stack([partials[slot] for slot in slots], 1), torch.stack([lse[slot] for slot in slots], 1)
+    )
+    torch.testing.assert_close(out[1].cpu(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out_lse[1].cpu(), want_lse, rtol=1e-5, atol=1e-5)

@@ -35,7 +35,7 @@ def random_lengths(seed):
 def pages_taken(cut, lengths):
     """(row, position) of every page that some thread block takes, with repeats."""
     pieces = zip(cut.row, cut.start, cut.stop, strict=True)
-    taken = [(row, page) for row, start, stop in pieces for page in range(start, stop)]
+    taken = [(row, page) for row, start, stop in pieces for page in range(int(start), int(stop))]
     return sorted(taken)
 
 
@@ -49,13 +49,16 @@ def test_every_page_is_taken_once(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_balanced_differs_by_one_page_at_most(seed):
-    pages = partition.balanced(random_lengths(seed), 132).pages_per_block()
-    assert len(pages) == 132
-    assert pages.max() - pages.min() <= 1
+    lengths = np.maximum(random_lengths(seed), 1)
+    for tile in (32, 64):
+        pages = partition.balanced(lengths, 132, 64, tile).pages_per_block()
+        assert len(pages) == 132
+        assert pages.sum() == lengths.sum()
+        assert pages.max() - pages.min() <= tile / 64
 
 
 def test_balanced_cuts_only_the_first_and_the_last_row_of_a_slice():
-    lengths = np.array([5, 1, 0, 1, 9, 2])
+    lengths = np.array([5, 1, 1, 1, 9, 2])
     cut = partition.balanced(lengths, 4)
     for block in range(4):
         inner = np.flatnonzero(cut.block == block)[1:-1]
@@ -73,6 +76,12 @@ def test_one_straggler_row_m12():
 def test_empty_rows_leave_every_block_idle():
     assert partition.eq4([0, 0]).report()["idle"] == partition.eq4([0, 0]).num_blocks
     assert partition.balanced([0, 0], 7).pages_per_block().tolist() == [0] * 7
+    assert partition.balanced([0, 0], 7).chunks_per_row(2).tolist() == [1, 1]
+
+
+def test_small_pages_are_counted_in_tiles():
+    cut = partition.balanced([100, 3], 2, page_size=16, tile_tokens=32)
+    assert cut.pages_per_block().tolist() == [52, 51]
 
 
 def test_min_chunk_keeps_its_tokens_at_other_page_sizes():
