@@ -467,20 +467,20 @@ def resident_blocks(head_dim: int, device: torch.device) -> int:
     return shape.blocks_per_multiprocessor * properties.multi_processor_count
 
 
-def require_supported(q: torch.Tensor, kv: PagedKV, pages: RaggedPages) -> None:
-    """Raise ``UnsupportedError`` for a device or size that the kernels do not cover."""
-    if q.device.type != "cuda" and not INTERPRETED:
+def require_supported_sizes(device: torch.device, group: int, kv: PagedKV) -> None:
+    """Raise ``UnsupportedError`` for a device, or for ``group`` query heads per list or a cache, outside the limits."""
+    if device.type != "cuda" and not INTERPRETED:
         raise UnsupportedError(
-            f"attend: needs tensors on a CUDA GPU, got {q.device}; on a CPU use attention.reference(), "
+            f"the kernels need tensors on a CUDA GPU, got {device}; on a CPU use the references, "
             "or set TRITON_INTERPRET=1 before the import to run the kernels in Triton's interpreter"
         )
     for name, value, limit in (
-        ("query heads per list", q.shape[1] // pages.num_lists, MAX_GROUP),
+        ("query heads per list", group, MAX_GROUP),
         ("head dimension", kv.head_dim, MAX_HEAD_DIM),
         ("page size", kv.page_size, MAX_PAGE_SIZE),
     ):
         if value > limit:
-            raise UnsupportedError(f"attend: {name} {value} is not supported, the limit is {limit}")
+            raise UnsupportedError(f"{name} {value} is not supported, the limit is {limit}")
 
 
 def attend(
@@ -509,7 +509,7 @@ def attend(
         UnsupportedError: a device, head dimension, group or page size outside the limits.
     """
     check_attention_arguments(q, kv, pages)
-    require_supported(q, kv, pages)
+    require_supported_sizes(q.device, q.shape[1] // pages.num_lists, kv)
     batch, num_heads, head_dim = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

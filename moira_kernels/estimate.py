@@ -7,6 +7,9 @@ summary alone (Equation 2, "mvar"),
 
 which is exact when the page's keys are independent Gaussians per channel. The first page (attention sink) and the
 current page (no summary yet) are computed exactly from their keys.
+
+On the device a thread block takes 64 inner pages of one row, or its first page, or its current page; the last also
+writes the page's summary if the page has just been filled, so decoding needs no other summary kernel.
 """
 
 from __future__ import annotations
@@ -14,10 +17,17 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 
+from moira_kernels.attention import INTERPRETED, require_supported_sizes
 from moira_kernels.checks import require_divisible, require_tensor
 from moira_kernels.layout import PagedKV
-from moira_kernels.summary import PageSummaries
+from moira_kernels.summary import PageSummaries, summarize_page
+
+
+TILE_PAGES = 64
+"""Inner pages that one thread block of Estimate takes."""
 
 
 def mvar_log_mass(
@@ -84,3 +94,143 @@ def exact_reference(q: torch.Tensor, kv: PagedKV, scale: float | None = None) ->
         logits = (scale * grouped[b] @ keys.mT).masked_fill(~valid, -math.inf)
         log_mass[b, :, :, :pages] = logits.unflatten(-1, (pages, kv.page_size)).logsumexp(-1)
     return log_mass.flatten(1, 2)
+
+
+@triton.jit
+def _split_dot(x, y, INTERPRETED: tl.constexpr):
+    """x [M, K] float32 times y [N, K] bf16 transposed, to about float32 precision on bf16 matrix units: x is split into
+    two bf16 terms, since one bf16 (or TF32) operand would move masses by a percent.
+    """
+    if INTERPRETED:
+        result = tl.dot(x, tl.trans(y.to(tl.float32)), input_precision="ieee")
+    else:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        result = tl.dot(high, tl.trans(y)) + tl.dot(low, tl.trans(y))
+    return result
+
+
+@triton.jit
+def _estimate_kernel(
+    q_ptr,
+    k_ptr,
+    mean_ptr,  # [num_pages, H_kv, D] bf16
+    variance_ptr,
+    block_table_ptr,  # [B, max_pages] int32
+    seq_lens_ptr,  # [B] int32
+    log_mass_ptr,  # [B, H_q, max_pages] float32
+    scale,
+    max_pages,
+    stride_q_batch,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_token,
+    stride_table_batch,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    LN2: tl.constexpr = 0.6931471805599453
+    scale_log2 = scale * 1.4426950408889634
+    batch = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(2)
+    part = tl.program_id(0)  # 0: first page, 1: current page, then tiles of inner pages
+    seq_len = tl.load(seq_lens_ptr + batch)
+    num_pages = tl.cdiv(seq_len, PAGE_SIZE)
+    first = (part - 2) * TILE
+    if first >= num_pages - 1:
+        return
+    if num_pages <= tl.where(part == 1, 1, 0):  # a one-page row is covered by its first page, an empty row by nobody
+        return
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    q_row = q_ptr + batch * stride_q_batch + head * GROUP * stride_q_head
+    q = tl.load(
+        q_row + g[:, None] * stride_q_head + d[None, :],
+        mask=(g[:, None] < GROUP) & (d[None, :] < HEAD_DIM),
+        other=0.0,
+    )
+    table = block_table_ptr + batch * stride_table_batch
+    out = log_mass_ptr + (batch * NUM_KV_HEADS + head) * GROUP * max_pages + g[:, None].to(tl.int64) * max_pages
+    if part < 2:
+        index = tl.where(part == 0, 0, num_pages - 1)
+        page = tl.load(table + index).to(tl.int64)
+        key = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
+        s = tl.arange(0, BLOCK_S)
+        tokens = tl.minimum(seq_len - index * PAGE_SIZE, PAGE_SIZE)
+        k = tl.load(
+            key + s[:, None] * stride_k_token + d[None, :],
+            mask=(s[:, None] < tokens) & (d[None, :] < HEAD_DIM),
+            other=0.0,
+        )
+        if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 operands
+            logits = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee") * scale_log2
+        else:
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        logits = tl.where(s[None, :] < tokens, logits, -float("inf"))
+        largest = tl.max(logits, 1)
+        mass = tl.sum(tl.exp2(logits - largest[:, None]), 1)
+        log_mass = (largest + tl.log2(mass)) * LN2
+        tl.store(out + index, log_mass[:, None], mask=g[:, None] < GROUP)
+        # Also for a row of one page, whose first page is its current page.
+        if (index == num_pages - 1) & (tokens == PAGE_SIZE):
+            summary = (page * NUM_KV_HEADS + head) * HEAD_DIM
+            summarize_page(
+                key, mean_ptr + summary, variance_ptr + summary, stride_k_token, PAGE_SIZE, HEAD_DIM, BLOCK_S, BLOCK_D
+            )
+    else:
+        p = first + tl.arange(0, TILE)
+        inner = (p > 0) & (p < num_pages - 1)
+        page = tl.load(table + p, mask=inner, other=0).to(tl.int64)
+        offset = ((page * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
+        mask = inner[:, None] & (d[None, :] < HEAD_DIM)
+        mean = tl.load(mean_ptr + offset, mask=mask, other=0.0)
+        variance = tl.load(variance_ptr + offset, mask=mask, other=0.0)
+        scaled = q.to(tl.float32) * scale
+        log_mass = _split_dot(scaled, mean, INTERPRETED) + _split_dot(0.5 * scaled * scaled, variance, INTERPRETED)
+        log_mass += tl.log2(tl.full([1, 1], PAGE_SIZE, tl.float32)) * LN2
+        tl.store(out + p[None, :], log_mass, mask=(g[:, None] < GROUP) & inner[None, :])
+
+
+def launch(
+    q: torch.Tensor, kv: PagedKV, summaries: PageSummaries, log_mass: torch.Tensor, scale: float | None = None
+) -> None:
+    """Estimate on the device into ``log_mass`` [B, H_q, max_pages] float32. Entries past a request's last page are not
+    written. The summary of a current page that is full is (re)built.
+    """
+    _check(q, kv, scale)
+    require_tensor("log_mass", log_mass, (kv.batch, q.shape[1], kv.max_pages), torch.float32, q.device)
+    require_tensor("summaries.mean", summaries.mean, (kv.k.shape[0], kv.num_kv_heads, kv.head_dim), torch.bfloat16)
+    group = q.shape[1] // kv.num_kv_heads
+    require_supported_sizes(q.device, group, kv)
+    _estimate_kernel[(2 + triton.cdiv(kv.max_pages, TILE_PAGES), kv.batch, kv.num_kv_heads)](
+        q,
+        kv.k,
+        summaries.mean,
+        summaries.variance,
+        kv.block_table,
+        kv.seq_lens,
+        log_mass,
+        kv.head_dim**-0.5 if scale is None else scale,
+        kv.max_pages,
+        *q.stride()[:2],
+        *kv.k.stride()[:3],
+        kv.block_table.stride(0),
+        NUM_KV_HEADS=kv.num_kv_heads,
+        GROUP=group,
+        BLOCK_G=16,
+        HEAD_DIM=kv.head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
+        PAGE_SIZE=kv.page_size,
+        BLOCK_S=max(16, triton.next_power_of_2(kv.page_size)),
+        TILE=TILE_PAGES,
+        INTERPRETED=INTERPRETED,
+        num_warps=4,
+    )

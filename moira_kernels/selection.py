@@ -16,7 +16,11 @@ them those with share at least
   largest.)
 - gamma >= 1: every page is kept, so that the result is dense attention even where an estimated share underflows.
 - rows of 4,096 pages or more: K_B = 2, as below 4,096.
-- equal shares at tau are all kept. Shares are float32; their sums are float64.
+- equal shares at tau are all kept. Shares are float32; their sums are float64 in the references, float32 on the device.
+
+On the device one thread block holds a row's shares in registers, whatever the rows of the batch, so a row's list does
+not depend on its batch. The fixed-count mode bisects the bits of the shares (non-negative floats order like their
+bits), which finds the K-th largest share exactly.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 
 from moira_kernels.checks import require_divisible, require_tensor
 from moira_kernels.layout import PagedKV, RaggedPages
@@ -140,3 +146,138 @@ def compact(keep: torch.Tensor, kv: PagedKV) -> RaggedPages:
     lengths = keep.sum(-1, dtype=torch.int32)
     last = kv.last_page_len()[:, None].expand_as(lengths)
     return RaggedPages(table.gather(-1, order), lengths, torch.where(lengths > 0, last, 0))
+
+
+def warps_for(block_p: int) -> int:
+    """Warps of a thread block that holds ``block_p`` pages: a function of the row's width alone, since a row's sums, and
+    with them its list, must not depend on its batch.
+    """
+    return min(32, max(4, block_p // 256))
+
+
+@triton.jit
+def _select_kernel(
+    log_mass_ptr,  # [B, H_q, max_pages] float32
+    block_table_ptr,  # [B, max_pages] int32
+    seq_lens_ptr,  # [B] int32
+    counts_ptr,  # [H] int32 (fixed-count mode)
+    page_ids_ptr,  # [B, H, max_pages] int32
+    lengths_ptr,  # [B, H] int32
+    last_page_len_ptr,  # [B, H] int32
+    gamma,
+    max_pages,
+    stride_table_batch,
+    NUM_LISTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    FIXED_COUNT: tl.constexpr,
+    KEEP_ALL: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+    PASSES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // NUM_LISTS
+    seq_len = tl.load(seq_lens_ptr + batch)
+    num_pages = tl.cdiv(seq_len, PAGE_SIZE)
+    tl.store(last_page_len_ptr + row, tl.where(seq_len > 0, (seq_len - 1) % PAGE_SIZE + 1, 0))
+    if num_pages == 0:
+        tl.store(lengths_ptr + row, 0)
+        return
+    p = tl.arange(0, BLOCK_P)
+    valid = p < num_pages
+    forced = valid & ((p == 0) | (p == num_pages - 1))
+    middle = valid & (p > 0) & (p < num_pages - 1)
+
+    share = tl.zeros([BLOCK_P], tl.float32)
+    for g in range(GROUP):
+        log_mass = tl.load(log_mass_ptr + (row * GROUP + g) * max_pages + p, mask=valid, other=-float("inf"))
+        mass = tl.exp(log_mass - tl.max(log_mass, 0))
+        share += mass / tl.sum(mass, 0)
+    share = share / GROUP
+    inner = tl.where(middle, share, 0.0)
+
+    if KEEP_ALL:
+        keep = valid
+    elif FIXED_COUNT:
+        # Bits of non-negative floats order like the floats. lo: enough pages reach it; hi: too few do.
+        wanted = tl.load(counts_ptr + row % NUM_LISTS) - tl.sum(forced.to(tl.int32), 0)
+        bits = tl.where(middle, share.to(tl.int32, bitcast=True), -1)
+        lo = 0
+        hi = 0x3F800001  # one above the bits of 1.0
+        for _ in range(31):
+            middle_bits = lo + (hi - lo) // 2
+            enough = tl.sum((bits >= middle_bits).to(tl.int32), 0) >= wanted
+            lo = tl.where(enough, middle_bits, lo)
+            hi = tl.where(enough, hi, middle_bits)
+        above = bits > lo
+        tied = bits == lo
+        # Of equal shares the lower page index wins.
+        left = wanted - tl.sum(above.to(tl.int32), 0)
+        keep = forced | above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= left))
+    else:
+        # Algorithm 1.
+        t = gamma - tl.sum(tl.where(forced, share, 0.0), 0)
+        lo = 0.0
+        hi = tl.max(inner, 0)
+        k = tl.arange(0, THRESHOLDS)
+        for _ in range(PASSES):
+            tau = lo + (hi - lo) * (k.to(tl.float32) / THRESHOLDS)
+            mass = tl.sum(tl.where(inner[None, :] >= tau[:, None], inner[None, :], 0.0), 1)
+            enough = mass >= t
+            hi = tl.minimum(hi, tl.min(tl.where(enough, float("inf"), tau), 0))
+            lo = tl.maximum(lo, tl.max(tl.where(enough, tau, 0.0), 0))
+        keep = forced | (middle & (share >= tl.where(t > 0, lo, float("inf"))))
+
+    # A boolean would be summed in one bit.
+    position = tl.cumsum(keep.to(tl.int32), 0) - 1
+    page = tl.load(block_table_ptr + batch * stride_table_batch + p, mask=keep, other=0)
+    tl.store(page_ids_ptr + row * max_pages + position, page, mask=keep)
+    tl.store(lengths_ptr + row, tl.sum(keep.to(tl.int32), 0))
+
+
+def launch(
+    log_mass: torch.Tensor,
+    kv: PagedKV,
+    pages: RaggedPages,
+    *,
+    gamma: float | None = None,
+    counts: torch.Tensor | None = None,
+) -> None:
+    """Select on the device: log_mass [B, H_q, max_pages] float32 -> ``pages``, whose tensors are overwritten.
+
+    Give either ``gamma`` (the coverage rule) or ``counts`` [H] int32 on the device (exactly that many pages per KV
+    head, forced ones included).
+    """
+    B, H, P = pages.page_ids.shape
+    require_tensor("log_mass", log_mass, (B, None, kv.max_pages), torch.float32, kv.k.device)
+    require_tensor("pages.page_ids", pages.page_ids, (kv.batch, None, kv.max_pages), torch.int32, kv.k.device)
+    if (gamma is None) == (counts is None):
+        raise ValueError("gamma, counts: expected exactly one of them")
+    if counts is not None:
+        require_tensor("counts", counts, (H,), torch.int32, kv.k.device)
+    if not (log_mass.is_contiguous() and pages.page_ids.is_contiguous()):
+        raise ValueError("log_mass, pages.page_ids: expected contiguous tensors")
+    thresholds = thresholds_per_pass(P)
+    block_p = max(16, triton.next_power_of_2(P))
+    _select_kernel[(B * H,)](
+        log_mass,
+        kv.block_table,
+        kv.seq_lens,
+        pages.lengths if counts is None else counts,
+        pages.page_ids,
+        pages.lengths,
+        pages.last_page_len,
+        1.0 if gamma is None else gamma,
+        P,
+        kv.block_table.stride(0),
+        NUM_LISTS=H,
+        GROUP=log_mass.shape[1] // H,
+        PAGE_SIZE=kv.page_size,
+        BLOCK_P=block_p,
+        FIXED_COUNT=counts is not None,
+        KEEP_ALL=gamma is not None and gamma >= 1,
+        THRESHOLDS=thresholds,
+        PASSES=round(BISECTION_BITS / math.log2(thresholds)),
+        num_warps=warps_for(block_p),
+    )

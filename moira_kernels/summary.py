@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
 from moira_kernels.checks import require_tensor
 from moira_kernels.layout import PagedKV
@@ -48,3 +50,79 @@ def update_reference(summaries: PageSummaries, kv: PagedKV, page_ids: torch.Tens
     variance = (keys - mean[:, :, None]).square().mean(dim=2)
     summaries.mean[page_ids] = mean.to(summaries.mean.dtype)
     summaries.variance[page_ids] = variance.to(summaries.variance.dtype)
+
+
+@triton.jit
+def summarize_page(
+    key_ptr,  # keys of one page and KV head
+    mean_ptr,  # [D]
+    variance_ptr,
+    stride_token,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the summary of a full page. Two passes, so that the variance is centred with the float32 mean."""
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    mask = (s[:, None] < PAGE_SIZE) & (d[None, :] < HEAD_DIM)
+    keys = tl.load(key_ptr + s[:, None] * stride_token + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(keys, 0) / PAGE_SIZE
+    centred = tl.where(mask, keys - mean[None, :], 0.0)
+    variance = tl.sum(centred * centred, 0) / PAGE_SIZE
+    tl.store(mean_ptr + d, mean.to(mean_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(variance_ptr + d, variance.to(variance_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _update_kernel(
+    page_ids_ptr,  # [n] int32
+    key_ptr,
+    mean_ptr,  # [num_pages, H_kv, D]
+    variance_ptr,
+    stride_page,
+    stride_head,
+    stride_token,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    page = tl.load(page_ids_ptr + tl.program_id(0)).to(tl.int64)
+    head = tl.program_id(1)
+    summary = (page * NUM_KV_HEADS + head) * HEAD_DIM
+    summarize_page(
+        key_ptr + page * stride_page + head.to(tl.int64) * stride_head,
+        mean_ptr + summary,
+        variance_ptr + summary,
+        stride_token,
+        PAGE_SIZE,
+        HEAD_DIM,
+        BLOCK_S,
+        BLOCK_D,
+    )
+
+
+def update(summaries: PageSummaries, kv: PagedKV, page_ids: torch.Tensor) -> None:
+    """Rebuild the summaries of the full pages ``page_ids`` [n] int32 (physical ids) on the device, after a prefill.
+
+    While decoding, Estimate writes the summary of a page that has just been filled.
+    """
+    require_tensor("page_ids", page_ids, (None,), torch.int32, kv.k.device)
+    if page_ids.numel() == 0:
+        return
+    _update_kernel[(page_ids.numel(), kv.num_kv_heads)](
+        page_ids,
+        kv.k,
+        summaries.mean,
+        summaries.variance,
+        *kv.k.stride()[:3],
+        NUM_KV_HEADS=kv.num_kv_heads,
+        PAGE_SIZE=kv.page_size,
+        HEAD_DIM=kv.head_dim,
+        BLOCK_S=triton.next_power_of_2(kv.page_size),
+        BLOCK_D=triton.next_power_of_2(kv.head_dim),
+        num_warps=4,
+    )

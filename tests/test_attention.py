@@ -244,7 +244,7 @@ def test_limits_are_named(device, has_gpu):
         attend(q, kv, random_lists(q, kv), workspace=Workspace.allocate(2, 2, 2, 16, device))
     if has_gpu:
         q, kv = make_case([70], Geometry(2, 2, 16), device="cpu")
-        with pytest.raises(UnsupportedError, match="needs tensors on a CUDA GPU, got cpu"):
+        with pytest.raises(UnsupportedError, match="need tensors on a CUDA GPU, got cpu"):
             attend(q, kv, random_lists(q, kv))
 
 

@@ -1,9 +1,10 @@
+import itertools
 import math
 
 import pytest
 import torch
 
-from moira_kernels import selection
+from moira_kernels import PagedKV, RaggedPages, selection
 from moira_kernels.testing import Geometry, make_case
 
 RULES = {"sorted": selection.coverage_sorted, "bisection": selection.coverage_bisection}
@@ -152,3 +153,118 @@ def test_compaction_lists_physical_pages_in_order_j1():
 def test_empty_rows_have_no_share():
     shares = selection.group_shares(torch.full((1, 4, 3), -math.inf), 2)
     assert (shares == 0).all()
+
+
+def rows_case(lengths, num_lists, device):
+    """A cache of ``lengths`` pages of one token a row, only for its block table and lengths."""
+    _, kv = make_case(lengths, Geometry(num_lists, num_lists, 1), page_size=1, device=device)
+    return kv
+
+
+def empty_lists(kv, num_lists):
+    shape = (kv.batch, num_lists)
+    return RaggedPages(
+        torch.full((*shape, kv.max_pages), -7, dtype=torch.int32, device=kv.k.device),
+        torch.full(shape, -7, dtype=torch.int32, device=kv.k.device),
+        torch.full(shape, -7, dtype=torch.int32, device=kv.k.device),
+    )
+
+
+def assert_same_lists(got, want):
+    assert torch.equal(got.lengths, want.lengths)
+    assert torch.equal(got.last_page_len, want.last_page_len)
+    for b, h in itertools.product(range(want.batch), range(want.num_lists)):
+        n = int(want.lengths[b, h])
+        assert torch.equal(got.page_ids[b, h, :n], want.page_ids[b, h, :n])
+        assert (got.page_ids[b, h, n:] == -7).all()
+
+
+def select_both(log_mass, kv, num_lists, gamma=None, counts=None):
+    """(kernel's lists, reference's lists)."""
+    got = empty_lists(kv, num_lists)
+    selection.launch(log_mass, kv, got, gamma=gamma, counts=counts)
+    column = torch.arange(kv.max_pages, device=log_mass.device)
+    masked = torch.where(column < kv.num_pages()[:, None, None], log_mass, -math.inf)
+    shares = selection.group_shares(masked, num_lists)
+    if gamma is not None:
+        keep = selection.coverage_bisection(shares, kv.num_pages(), gamma)
+    else:
+        keep = selection.largest(shares, kv.num_pages(), counts.expand(shares.shape[:2]))
+    return got, selection.compact(keep, kv)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.9, 0.98, 0.99, 1.0])
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+def test_kernel_lists_equal_the_reference_on_64_rows(device, gamma, spread):
+    """Garbage stands where no page is, as Estimate leaves it."""
+    lengths = [0, 1, 2, 3, 17, 100, 255, 256] * 2
+    kv = rows_case(lengths, 4, device)
+    generator = torch.Generator().manual_seed(7)
+    log_mass = spread * torch.randn(len(lengths), 12, 256, generator=generator).to(device)
+    beyond = torch.arange(256, device=device) >= kv.num_pages()[:, None, None]
+    log_mass.masked_fill_(beyond, float("nan"))
+    assert_same_lists(*select_both(log_mass, kv, 4, gamma=gamma))
+
+
+def test_kernel_lists_equal_the_reference_on_real_masses(device):
+    """Masses with the recorded model's spread of kept fractions: counts of the shipped lists drive the sharpness."""
+    from moira_cli.lists import SHIPPED, load_recorded
+
+    fractions = load_recorded(SHIPPED).fractions(load_recorded(SHIPPED).counts).reshape(-1)[::353][:64]
+    kv = rows_case([128] * 64, 1, device)
+    generator = torch.Generator().manual_seed(8)
+    sharpness = torch.tensor(1 / fractions, dtype=torch.float32)[:, None, None]
+    log_mass = (sharpness * torch.randn(64, 3, 128, generator=generator)).to(device)
+    for gamma in (0.9, 0.98):
+        assert_same_lists(*select_both(log_mass, kv, 1, gamma=gamma))
+
+
+@pytest.mark.parametrize("length", [4095, 4096, 4097, 8193, 16384])
+def test_kernel_on_long_rows_a5(device, length):
+    kv = rows_case([length, 5], 1, device)
+    log_mass = (1 / torch.arange(1, length + 1)).log().expand(2, 8, length).contiguous().to(device)
+    got, want = select_both(log_mass, kv, 1, gamma=0.9)
+    # Sums over thousands of float32 shares may move the border by a page of nearly equal share.
+    assert (got.lengths - want.lengths).abs().max() <= 1 + length // 4096
+    assert got.page_ids[0, 0, 0] == kv.block_table[0, 0]
+    assert got.page_ids[0, 0, got.lengths[0, 0] - 1] == kv.block_table[0, -1]
+    assert_same_lists(*select_both(log_mass, kv, 1, counts=torch.tensor([37], dtype=torch.int32, device=device)))
+
+
+def test_kernel_keeps_ties_and_counts_exactly_k1(device):
+    kv = rows_case([1002], 1, device)
+    shares = torch.full((1, 1, 1002), 0.0005)
+    shares[0, 0, 0], shares[0, 0, -1] = 0.3, 0.2
+    log_mass = shares.log().to(device)
+    got, _ = select_both(log_mass, kv, 1, gamma=0.9)
+    assert got.lengths.item() == 1002
+    for count in (0, 1, 2, 3, 100, 1002, 5000):
+        counts = torch.tensor([count], dtype=torch.int32, device=device)
+        assert_same_lists(*select_both(log_mass, kv, 1, counts=counts))
+
+
+def test_kernel_lists_no_page_past_the_row_k2(device):
+    kv = rows_case([5, 256], 1, device)
+    log_mass = torch.full((2, 1, 256), -200.0, device=device)
+    log_mass[:, :, 0] = 0
+    got, _ = select_both(log_mass, kv, 1, gamma=0.98)
+    assert got.lengths.flatten().tolist() == [2, 2]
+
+
+def test_kernel_lists_do_not_depend_on_the_batch_n1(device):
+    lengths = [300, 7, 120, 299, 64, 2, 250, 300]
+    kv = rows_case(lengths, 2, device)
+    log_mass = 2 * torch.randn(8, 4, 300, generator=torch.Generator().manual_seed(3)).to(device)
+    together, _ = select_both(log_mass, kv, 2, gamma=0.95)
+    for b in range(8):
+        one = PagedKV(kv.k, kv.v, kv.block_table[b : b + 1], kv.seq_lens[b : b + 1])
+        alone, _ = select_both(log_mass[b : b + 1].contiguous(), one, 2, gamma=0.95)
+        for name in ("page_ids", "lengths", "last_page_len"):
+            assert torch.equal(getattr(alone, name), getattr(together, name)[b : b + 1])
+
+
+def test_kernel_needs_one_rule(device):
+    kv = rows_case([5], 1, device)
+    log_mass = torch.zeros(1, 1, 5, device=device)
+    with pytest.raises(ValueError, match="expected exactly one"):
+        selection.launch(log_mass, kv, empty_lists(kv, 1))

@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from moira_kernels.layout import PagedKV
-from moira_kernels.summary import PageSummaries, update_reference
+from moira_kernels.summary import PageSummaries, update, update_reference
 from moira_kernels.testing import Geometry, make_case
 
 
@@ -43,3 +44,24 @@ def test_recycled_page_holds_its_new_owner_g3():
         kv.k[1] = value
         update_reference(summaries, kv, torch.tensor([1]))
         assert (summaries.mean[1] == value).all()
+
+
+@pytest.mark.parametrize(("page_size", "head_dim"), [(64, 64), (16, 80), (48, 128), (128, 32)])
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_kernel_against_reference(device, page_size, head_dim, layout):
+    """Within one bf16 rounding, in the named pages only."""
+    geometry = Geometry(2, 2, head_dim)
+    _, kv = make_case([3 * page_size, 2 * page_size], geometry, page_size=page_size, layout=layout, device=device)
+    kv.k[1:3] += 300.0
+    got, want = PageSummaries.allocate(kv), PageSummaries.allocate(kv)
+    ids = torch.tensor([2, 4, 5], dtype=torch.int32, device=device)
+    for tensor in (got.mean, got.variance):
+        tensor.fill_(float("nan"))
+    update(got, kv, ids)
+    update_reference(want, kv, ids.long())
+    written = got.mean.isfinite().all(-1).all(-1)
+    assert written.nonzero().flatten().tolist() == [2, 4, 5]
+    for name in ("mean", "variance"):
+        a, b = (getattr(x, name)[ids.long()].float() for x in (got, want))
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
+    update(got, kv, ids[:0])
