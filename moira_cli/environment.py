@@ -64,12 +64,8 @@ def code_version() -> dict[str, Any]:
         return {"name": "moira", "version": __version__, "commit": None, "dirty": None}
     commit = run_text("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
     status = run_text("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return {
-        "name": "moira",
-        "version": __version__,
-        "commit": commit or None,
-        "dirty": None if status is None else bool(status),
-    }
+    dirty = bool(status) if commit and status is not None else None
+    return {"name": "moira", "version": __version__, "commit": commit or None, "dirty": dirty}
 
 
 def cpu_name() -> str:

@@ -12,9 +12,11 @@ first and the current (last) page of a row are always kept, so a row of two page
     counts          [N, L, H] uint16    pages in the list
     oracle_counts   [N, L, H] uint16    size of the oracle set at the same gamma (Equation 1), from exact masses
     covered         [N, L, H] float16   share of the exact attention mass that the list covers
+    sample          [M, 3] uint16   (step, layer, KV head) of the rows whose estimated masses are kept
+    log_mass        [M, G, max_pages] float16   their estimated log masses, one per query head; -inf past the last page
     checksum        [32] uint8      SHA-256 over the arrays above (name, dtype, shape, bytes), in this order
 
-for N decode steps, L layers and H KV heads. ``docs/page_lists.md`` describes the same for readers in other languages.
+for N decode steps, L layers and H KV heads of G query heads. ``docs/page_lists.md`` describes the same for readers in other languages.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ ARRAYS = {
     "counts": (np.uint16, 3),
     "oracle_counts": (np.uint16, 3),
     "covered": (np.float16, 3),
+    "sample": (np.uint16, 2),
+    "log_mass": (np.float16, 3),
 }
 """Name -> (dtype, number of dimensions), in checksum order."""
 
@@ -106,6 +110,8 @@ class RecordedLists:
     counts: np.ndarray
     oracle_counts: np.ndarray
     covered: np.ndarray
+    sample: np.ndarray
+    log_mass: np.ndarray
 
     @cached_property
     def label(self) -> str:
@@ -261,6 +267,8 @@ def summarize(recorded: RecordedLists) -> dict[str, dict[str, float]]:
     mean_fraction: pages kept over pages, all steps, layers and heads. The CVs are of the kept fraction: across layers
     (of layer means), across the KV heads of one layer at one step, and across the steps of one (layer, head).
     padded_fraction: what would be read if every head of a layer took as many pages as its longest one.
+    fixed_*: reads of budgets that give 90% of the rows all the pages they need, relative to the mean need: one count for
+    all rows, one per layer, one per (layer, head).
     """
     result = {}
     for name, counts in (("estimated", recorded.counts), ("oracle", recorded.oracle_counts)):
@@ -274,6 +282,9 @@ def summarize(recorded: RecordedLists) -> dict[str, dict[str, float]]:
             "cv_heads": float(coefficient_of_variation(fraction, 2).mean()),
             "cv_steps": float(coefficient_of_variation(fraction, 0).mean()),
             "padded_fraction": float(fraction.max(2).mean()),
+            "fixed_one": float(np.quantile(fraction, 0.9) / fraction.mean()),
+            "fixed_per_layer": float(np.quantile(fraction, 0.9, axis=(0, 2)).mean() / fraction.mean()),
+            "fixed_per_head": float(np.quantile(fraction, 0.9, axis=0).mean() / fraction.mean()),
         }
     covered = recorded.covered.astype(np.float64)
     result["estimated"]["mean_covered_mass"] = float(covered.mean())

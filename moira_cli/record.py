@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from moira_cli.lists import RecordedLists
 
 STDLIB_TEXT = "python-topics"
+SAMPLE_EVERY = 4
+"""One row's estimated masses are kept of every so many steps."""
 
 
 def read_text(source: str) -> tuple[str, str]:
@@ -43,6 +45,8 @@ class Recording:
         self.keep: list[np.ndarray] = []
         self.oracle_counts: list[np.ndarray] = []
         self.covered: list[np.ndarray] = []
+        self.sample: list[tuple[int, int, int]] = []
+        self.log_mass: list[np.ndarray] = []
 
     def add(self, document: int, step: Any) -> None:
         """Note one ``recorder.StepRecord``."""
@@ -52,6 +56,12 @@ class Recording:
         self.keep.append(np.stack(step.keep))
         self.oracle_counts.append(np.stack(step.oracle_counts))
         self.covered.append(np.stack(step.covered))
+        number = len(self) - 1
+        if number % SAMPLE_EVERY == 0:
+            # Another (layer, KV head) each time: the stride is prime, so every one comes up in turn.
+            layer, head = divmod(number // SAMPLE_EVERY * 37 % self.keep[-1][..., 0].size, self.keep[-1].shape[1])
+            self.sample.append((number, layer, head))
+            self.log_mass.append(step.log_mass[layer][head])
 
     def __len__(self) -> int:
         return len(self.document) + (len(self.earlier.document) if self.earlier else 0)
@@ -64,6 +74,10 @@ class Recording:
 
         width = -(-self.meta["context_tokens"] // self.meta["page_size"])
         padded = [np.pad(keep, ((0, 0), (0, 0), (0, width - keep.shape[-1]))) for keep in self.keep]
+        group = self.meta["geometry"][0] // self.meta["geometry"][1]
+        log_mass = np.full((len(self.log_mass), group, width), -np.inf, np.float16)
+        for row, masses in zip(log_mass, self.log_mass, strict=True):
+            row[:, : masses.shape[-1]] = masses
         new = {
             "document": np.array(self.document, np.uint16),
             "num_pages": np.array([keep.shape[-1] for keep in self.keep], np.uint16),
@@ -71,6 +85,8 @@ class Recording:
             "counts": np.stack([keep.sum(-1) for keep in self.keep]).astype(np.uint16) if padded else None,
             "oracle_counts": np.stack(self.oracle_counts).astype(np.uint16) if padded else None,
             "covered": np.stack(self.covered).astype(np.float16) if padded else None,
+            "sample": np.array(self.sample, np.uint16).reshape(-1, 3),
+            "log_mass": log_mass,
         }
         if self.earlier is not None:
             new = {
@@ -86,9 +102,7 @@ _VOLATILE = ("complete", "command", "tool", "versions")
 
 def _resumable(path: Path, meta: dict[str, Any]) -> RecordedLists:
     """The whole documents of a recording that was stopped, if it was made with the same settings."""
-    import numpy as np
-
-    from moira_cli.lists import RecordedLists, load_recorded
+    from moira_cli.lists import ARRAYS, RecordedLists, load_recorded
 
     earlier = load_recorded(path)
     for name in meta:
@@ -98,9 +112,12 @@ def _resumable(path: Path, meta: dict[str, Any]) -> RecordedLists:
                 "Repeat the earlier settings, or drop --resume to start over."
             )
     whole = [d for d in range(meta["documents"]) if (earlier.document == d).sum() == meta["steps"]]
-    rows = np.isin(earlier.document, whole)
-    arrays = ("document", "num_pages", "kept", "counts", "oracle_counts", "covered")
-    return RecordedLists(earlier.meta, **{name: getattr(earlier, name)[rows] for name in arrays})
+    # Documents are recorded in order, so the whole ones come first.
+    steps = len(whole) * meta["steps"]
+    samples = int((earlier.sample[:, 0] < steps).sum())
+    arrays = {name: getattr(earlier, name)[:steps] for name in ARRAYS if name != "meta"}
+    arrays |= {name: getattr(earlier, name)[:samples] for name in ("sample", "log_mass")}
+    return RecordedLists(earlier.meta, **arrays)
 
 
 def _describe(path: Path) -> None:

@@ -39,8 +39,9 @@ def contiguous_cache_as_pages(key: torch.Tensor, value: torch.Tensor, page_size:
 
 @dataclass
 class StepRecord:
-    """What one decode step chose: per layer, [H_kv, pages] masks and [H_kv] figures."""
+    """What one decode step chose: per layer, [H_kv, pages] masks, [H_kv] figures and [H_kv, G, pages] log masses."""
 
+    log_mass: list[np.ndarray] = field(default_factory=list)
     keep: list[np.ndarray] = field(default_factory=list)
     oracle_counts: list[np.ndarray] = field(default_factory=list)
     covered: list[np.ndarray] = field(default_factory=list)
@@ -69,10 +70,11 @@ class CoverageAttention:
         selector = Coverage(gamma=self.gamma)
         selector.allocate(kv)
         selector.update(kv, torch.arange(int(kv.seq_lens[0]) // kv.page_size, device=q.device))
-        shares = selection.group_shares(selector.log_mass(q, kv, scale), kv.num_kv_heads)
-        keep = selector.keep(shares, kv)
+        log_mass = selector.log_mass(q, kv, scale)
+        keep = selector.keep(selection.group_shares(log_mass, kv.num_kv_heads), kv)
         exact = selection.group_shares(estimate.exact_reference(q, kv, scale), kv.num_kv_heads)
         oracle = selection.coverage_sorted(exact, kv.num_pages(), self.gamma)
+        self.step.log_mass.append(log_mass[0].unflatten(0, (kv.num_kv_heads, -1)).cpu().numpy())
         self.step.keep.append(keep[0].cpu().numpy())
         self.step.oracle_counts.append(oracle[0].sum(-1).cpu().numpy())
         self.step.covered.append((exact * keep)[0].sum(-1).cpu().numpy())

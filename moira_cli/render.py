@@ -54,6 +54,14 @@ def print_recording(path: Path, recorded: RecordedLists) -> None:
     for key, label in FIGURE_1.items():
         table.add_row(label, *(_fraction(summary[name].get(key)) for name in ("estimated", "oracle")))
     console.print(table)
+    # Figure 1a by layer: the mean over steps and heads, and the least and the most that a head needs.
+    by_layer = new_table("layer", "estimated", "heads", "oracle", "heads")
+    means = [recorded.fractions(counts).mean(0) for counts in (recorded.counts, recorded.oracle_counts)]
+    for layer in range(L):
+        heads = (mean[layer] for mean in means)
+        cells = ((f"{h.mean():.3f}", f"{h.min():.3f}-{h.max():.3f}") for h in heads)
+        by_layer.add_row(str(layer), *(text for pair in cells for text in pair))
+    console.print(by_layer)
 
 
 FIGURE_1 = {
@@ -61,6 +69,9 @@ FIGURE_1 = {
     "min_unit_fraction": "  lowest (layer, KV head)",
     "max_unit_fraction": "  highest (layer, KV head)",
     "padded_fraction": "  if all heads of a layer took its longest list",
+    "fixed_one": "fixed budget for 90% of the rows / mean need: one count",
+    "fixed_per_layer": "  one count per layer",
+    "fixed_per_head": "  one count per (layer, KV head)",
     "cv_layers": "CV across layers",
     "cv_heads": "CV across the KV heads of one layer and step",
     "cv_steps": "CV across the steps of one (layer, KV head)",

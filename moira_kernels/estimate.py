@@ -25,7 +25,6 @@ from moira_kernels.checks import require_divisible, require_tensor
 from moira_kernels.layout import PagedKV
 from moira_kernels.summary import PageSummaries, summarize_page
 
-
 TILE_PAGES = 64
 """Inner pages that one thread block of Estimate takes."""
 
@@ -177,8 +176,8 @@ def _estimate_kernel(
         logits = tl.where(s[None, :] < tokens, logits, -float("inf"))
         largest = tl.max(logits, 1)
         mass = tl.sum(tl.exp2(logits - largest[:, None]), 1)
-        log_mass = (largest + tl.log2(mass)) * LN2
-        tl.store(out + index, log_mass[:, None], mask=g[:, None] < GROUP)
+        exact = (largest + tl.log2(mass)) * LN2
+        tl.store(out + index, exact[:, None], mask=g[:, None] < GROUP)
         # Also for a row of one page, whose first page is its current page.
         if (index == num_pages - 1) & (tokens == PAGE_SIZE):
             summary = (page * NUM_KV_HEADS + head) * HEAD_DIM
@@ -188,8 +187,8 @@ def _estimate_kernel(
     else:
         p = first + tl.arange(0, TILE)
         inner = (p > 0) & (p < num_pages - 1)
-        page = tl.load(table + p, mask=inner, other=0).to(tl.int64)
-        offset = ((page * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
+        pages = tl.load(table + p, mask=inner, other=0).to(tl.int64)
+        offset = ((pages * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
         mask = inner[:, None] & (d[None, :] < HEAD_DIM)
         mean = tl.load(mean_ptr + offset, mask=mask, other=0.0)
         variance = tl.load(variance_ptr + offset, mask=mask, other=0.0)

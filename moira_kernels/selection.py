@@ -149,8 +149,8 @@ def compact(keep: torch.Tensor, kv: PagedKV) -> RaggedPages:
 
 
 def warps_for(block_p: int) -> int:
-    """Warps of a thread block that holds ``block_p`` pages: a function of the row's width alone, since a row's sums, and
-    with them its list, must not depend on its batch.
+    """Warps of a thread block that holds ``block_p`` pages, by the row's width alone: a row's sums, and with them its
+    list, must not depend on its batch.
     """
     return min(32, max(4, block_p // 256))
 

@@ -52,6 +52,9 @@ def test_shipped_recording_is_small_real_and_reproducible_by_its_metadata():
     assert meta["command"].startswith("moira record ")
     assert recorded.counts.shape == (meta["documents"] * meta["steps"], meta["layers"], meta["geometry"][1])
     assert (np.bitwise_count(recorded.kept).sum(-1) == recorded.counts).all()
+    assert len(recorded.sample) >= 64
+    assert len(np.unique(recorded.sample[:, 1:], axis=0)) == 64
+    assert recorded.log_mass.shape[1:] == (meta["geometry"][0] // meta["geometry"][1], 128)
     summary = lists.summarize(recorded)
     assert 0.05 < summary["oracle"]["mean_fraction"] <= summary["estimated"]["mean_fraction"] < 0.9
     for step in (0, len(recorded.counts) - 1):
@@ -92,7 +95,10 @@ def small_recording():
     meta = {"format": lists.FORMAT, "model": "m", "context_tokens": 640, "gamma": 0.9, "page_size": 64}
     packed = np.packbits(keep, axis=-1, bitorder="little")
     ten = np.full(2, 10, np.uint16)
-    return RecordedLists(meta, np.arange(2, dtype=np.uint16), ten, packed, counts, counts, counts.astype(np.float16))
+    covered, sample = counts.astype(np.float16), np.array([[0, 0, 1]], np.uint16)
+    log_mass = np.arange(20, dtype=np.float16).reshape(1, 2, 10)
+    document = np.arange(2, dtype=np.uint16)
+    return RecordedLists(meta, document, ten, packed, counts, counts, covered, sample, log_mass)
 
 
 def test_file_round_trip(tmp_path):

@@ -207,16 +207,17 @@ def test_kernel_lists_equal_the_reference_on_64_rows(device, gamma, spread):
 
 
 def test_kernel_lists_equal_the_reference_on_real_masses(device):
-    """Masses with the recorded model's spread of kept fractions: counts of the shipped lists drive the sharpness."""
+    """64 rows of a real model's estimated masses, from the shipped recording."""
     from moira_cli.lists import SHIPPED, load_recorded
 
-    fractions = load_recorded(SHIPPED).fractions(load_recorded(SHIPPED).counts).reshape(-1)[::353][:64]
-    kv = rows_case([128] * 64, 1, device)
-    generator = torch.Generator().manual_seed(8)
-    sharpness = torch.tensor(1 / fractions, dtype=torch.float32)[:, None, None]
-    log_mass = (sharpness * torch.randn(64, 3, 128, generator=generator)).to(device)
-    for gamma in (0.9, 0.98):
-        assert_same_lists(*select_both(log_mass, kv, 1, gamma=gamma))
+    recorded = load_recorded(SHIPPED)
+    kv = rows_case(recorded.num_pages[recorded.sample[:, 0]].tolist(), 1, device)
+    log_mass = torch.from_numpy(recorded.log_mass).float().to(device)
+    for gamma in (0.9, 0.95, 0.98, 0.99):
+        got, want = select_both(log_mass, kv, 1, gamma=gamma)
+        assert_same_lists(got, want)
+    fractions = want.lengths.float() / kv.num_pages()[:, None]
+    assert fractions.std() > 0.1
 
 
 @pytest.mark.parametrize("length", [4095, 4096, 4097, 8193, 16384])
