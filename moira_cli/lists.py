@@ -16,7 +16,8 @@ first and the current (last) page of a row are always kept, so a row of two page
     log_mass        [M, G, max_pages] float16   their estimated log masses, one per query head; -inf past the last page
     checksum        [32] uint8      SHA-256 over the arrays above (name, dtype, shape, bytes), in this order
 
-for N decode steps, L layers and H KV heads of G query heads. ``docs/page_lists.md`` describes the same for readers in other languages.
+for N decode steps, L layers and H KV heads of G query heads. ``docs/page_lists.md`` describes the same for readers in
+other languages.
 """
 
 from __future__ import annotations
@@ -267,8 +268,8 @@ def summarize(recorded: RecordedLists) -> dict[str, dict[str, float]]:
     mean_fraction: pages kept over pages, all steps, layers and heads. The CVs are of the kept fraction: across layers
     (of layer means), across the KV heads of one layer at one step, and across the steps of one (layer, head).
     padded_fraction: what would be read if every head of a layer took as many pages as its longest one.
-    fixed_*: reads of budgets that give 90% of the rows all the pages they need, relative to the mean need: one count for
-    all rows, one per layer, one per (layer, head).
+    fixed_*: reads of budgets that give 90% of the rows all the pages they need, relative to the mean need: one count
+    for all rows, one per layer, one per (layer, head).
     """
     result = {}
     for name, counts in (("estimated", recorded.counts), ("oracle", recorded.oracle_counts)):

@@ -13,6 +13,7 @@ from moira_cli.doctor import doctor
 from moira_cli.errors import CliError
 from moira_cli.listing import list_names
 from moira_cli.record import record
+from moira_cli.verify import verify
 
 
 class OneLineErrors(TyperGroup):
@@ -40,6 +41,7 @@ app.add_typer(bench, name="bench")
 app.command()(doctor)
 app.command("list")(list_names)
 app.command()(record)
+app.command()(verify)
 
 
 def _version(value: bool) -> None:

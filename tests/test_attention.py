@@ -248,6 +248,20 @@ def test_limits_are_named(device, has_gpu):
             attend(q, kv, random_lists(q, kv))
 
 
+def test_query_and_output_offsets_beyond_int32_a3(device):
+    """Batch strides of 2^31 elements: 13 GB of address space each, of which three short stretches are touched."""
+    q, kv = make_case([100, 200, 70], Geometry(4, 2, 32), device=device)
+    pages = random_lists(q, kv)
+    want = run(q, kv, pages)[0]
+    far_q, far_out = (
+        torch.empty(2 * 2**31 + 128, dtype=q.dtype, device=device).as_strided((3, 4, 32), (2**31, 32, 1))
+        for _ in range(2)
+    )
+    far_q.copy_(q)
+    attend(far_q, kv, pages, out=far_out, workspace=allocate(q, kv, pages))
+    assert torch.equal(far_out, want)
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8, 40])
 @pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1, 0, 0, 1), (3, 1, 4, 1), (12, 0, 1, 12), (0, 0, 0, 9)])
 def test_slice_borders_anywhere(device, blocks, lengths):

@@ -44,6 +44,13 @@ def test_messages_name_what_was_expected():
         check_attention_arguments(q[:, :7], kv, pages)
 
 
+def test_quantised_caches_are_refused_e6():
+    _, kv = make_case([100], GEOMETRY)
+    k = kv.k.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="kv.k: expected bfloat16 or float16 or float32"):
+        PagedKV(k, k, kv.block_table, kv.seq_lens)
+
+
 def test_fused_cache_must_be_four_dimensional():
     with pytest.raises(ValueError, match=r"num_pages, H_kv, page_size, 2D"):
         PagedKV.from_fused(torch.zeros(2, 3, 4, 5, 6), int32(0)[None], int32(1))
