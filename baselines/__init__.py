@@ -94,10 +94,12 @@ class Attention(ABC):
         dense: True if the arm reads every page, whatever the lists.
         graph_safe: True if nothing has to be planned on the host when lists change, so that a captured graph stays
             valid from step to step.
+        extra_caches: memory that ``run`` takes on top of its inputs, in copies of the KV cache.
     """
 
     dense = False
     graph_safe = True
+    extra_caches = 0.0
 
     def __init__(self, q: torch.Tensor, kv: PagedKV, pages: RaggedPages):
         self.q, self.kv, self.pages = q, kv, pages

@@ -21,6 +21,7 @@ class DenseTorch(Attention):
 
     dense = True
     graph_safe = False
+    extra_caches = 2.0  # the gathered keys and values, and again where a mask hides slots
 
     def plan(self) -> dict[str, float]:
         """Read the sequence lengths: a batch of equal, full rows needs no mask."""

@@ -190,7 +190,9 @@ def measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check: 
 def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check: bool) -> dict[str, Any]:
     on_gpu = case.device.type == "cuda"
     health_before = environment.gpu_state(case.device.index) if on_gpu else {}
-    arms = [baselines.load(arm_name)(*buffers) for buffers in case.sets]
+    arm_class = baselines.load(arm_name)
+    _require_memory(case, arm_name, arm_class)
+    arms = [arm_class(*buffers) for buffers in case.sets]
     plan = _median_plan(arms)
     for arm in arms:
         arm.run()
@@ -242,6 +244,17 @@ def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check:
         "health": {"before": health_before, "after": health_after},
         "flags": flags,
     }
+
+
+def _require_memory(case: Case, name: str, arm_class: type[baselines.Attention]) -> None:
+    """Fail before the arm takes memory that is not there: on a CPU the system would kill the process instead."""
+    need, free = arm_class.extra_caches * case.point.copy_bytes, free_bytes(case.device)
+    if need > free:
+        raise Failure(
+            "oom",
+            f"{name} needs {need / GIB:.1f} GiB more for {case.point.shape.label}; {free / GIB:.1f} GiB is free on "
+            f"{case.device.type}. Use a smaller shape, or leave the arm out with --arms.",
+        )
 
 
 def _median_plan(arms: list[baselines.Attention], repeats: int = 5) -> dict[str, float]:

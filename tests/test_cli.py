@@ -185,6 +185,13 @@ def test_out_of_memory_inside_an_arm_is_a_row(tmp_path, monkeypatch):
     assert {cell["status"] for cell in read_run(tmp_path / "r")["cells"]} == {"oom"}
 
 
+def test_arm_that_would_not_fit_is_a_row_and_the_others_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(baselines.load("dense-torch"), "extra_caches", 1e9)
+    result = bench("--shape", "512x1", "--run-dir", "r")
+    one_line(result, 4, "dense-torch needs", "GiB is free on cpu", "--arms")
+    assert [cell["status"] for cell in read_run(tmp_path / "r")["cells"]] == ["ok", "oom"]
+
+
 def test_dry_run_prints_cells_and_writes_nothing(tmp_path):
     result = bench("--shape", "512x1,8kx2", "--dry-run")
     assert result.exit_code == 0
