@@ -65,7 +65,7 @@ def _advice(visible: bool, gpus: list[dict[str, Any]], tools: dict[str, str | No
 def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
     """Show the GPU, driver, libraries, profilers and arms of this machine, and what is missing."""
     from moira_cli.records import dumps
-    from moira_cli.render import print_columns
+    from moira_cli.render import columns
 
     report = diagnose()
     if json_output:
@@ -99,6 +99,4 @@ def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print every
     rows.append(("disk", f"{report['disk_free_bytes'] / 1e9:.0f} GB free"))
     for name, state in report["arms"].items():
         rows.append((f"arm {name}", state))
-    print_columns(rows)
-    for line in report["advice"]:
-        print(f"! {line}")
+    print("\n".join([*columns(rows), *(f"! {line}" for line in report["advice"])]))

@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     PARTIAL = 4
     NO_CELL = 5
     WRONG_RESULT = 6
+    REGRESSION = 7
     STRICT = 8
     CANCELLED = 130
 

@@ -17,6 +17,7 @@ class Topic(StrEnum):
     SHAPES = "shapes"
     GEOMETRIES = "geometries"
     LISTS = "lists"
+    SUITES = "suites"
     METRICS = "metrics"
     RUNS = "runs"
 
@@ -54,6 +55,14 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
         return [(name, f"{q} query heads, {kv} KV heads, D = {d}") for name, (q, kv, d) in shapes.GEOMETRIES.items()]
     if topic is Topic.METRICS:
         return list(METRICS.items())
+    if topic is Topic.SUITES:
+        from moira_cli.compare import SUITES
+
+        described = []
+        for name, runs in SUITES.items():
+            sets = (" ".join(f"{option} {value}" for option, value in run.items()) for run in runs)
+            described.append((name, "; ".join(sets)))
+        return [*described, ("FILE.toml", "[[run]] tables of bench kernel options")]
     if topic is Topic.LISTS:
         from moira_cli.lists import SHIPPED, load_recorded, summarize
 
@@ -75,7 +84,7 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
 
 
 def list_names(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:
-    """List arms, shapes, geometries, page-list sources, metrics, or the runs in ./runs."""
-    from moira_cli.render import print_columns
+    """List arms, shapes, geometries, page-list sources, suites, metrics, or the runs in ./runs."""
+    from moira_cli.render import columns
 
-    print_columns(_rows(topic))
+    print("\n".join(columns(_rows(topic))))

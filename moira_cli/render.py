@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,10 @@ def new_console(to_stderr: bool = False) -> Console:
     return console
 
 
-def print_columns(rows: list[tuple[str, ...]]) -> None:
-    """Left-justified columns, never cut; rows may have fewer cells than the first."""
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """One line a row, in left-justified columns that are never cut; rows may have fewer cells than the first."""
     width = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
-    for row in rows:
-        print("  ".join(text.ljust(w) for text, w in zip(row, width, strict=False)).rstrip())
+    return ["  ".join(text.ljust(w) for text, w in zip(row, width, strict=False)).rstrip() for row in rows]
 
 
 def new_table(*columns: str, title: str | None = None, left: int = 1) -> Table:
@@ -84,8 +84,11 @@ def _fraction(value: Any) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def print_run(document: dict[str, Any], to_stderr: bool = False) -> None:
-    """The table of a run: one block per point, one line per arm; the fastest by total time is marked."""
+def print_run(document: dict[str, Any], to_stderr: bool = False, ranked: bool = False) -> None:
+    """The table of a run: one block per point, one line per arm; the fastest by total time is marked.
+
+    Ranked, arms stand in order of total time and ratios are to the fastest unless an arm is named.
+    """
     console = new_console(to_stderr)
     env = document["env"]
     on_gpu = env["device"] == "cuda"
@@ -106,6 +109,8 @@ def print_run(document: dict[str, Any], to_stderr: bool = False) -> None:
             f"{lists['cv_measured']:.2f}, kept {lists['kept_fraction']:.1%} ({lists['kept_pages']:,} pages); "
             f"{_l2(first['l2_policy'])}"
         )
+        if ranked:
+            cells = sorted(cells, key=lambda c: c["timing"]["total_us"] if c["status"] == "ok" else float("inf"))
         console.print(_arms_table(cells, clock, document["config_resolved"]["relative_to"]))
 
 
@@ -166,3 +171,27 @@ def _arms_table(cells: list[dict[str, Any]], clock: str, relative_to: str | None
             "".join(cell["flags"]) or "-",
         )
     return table
+
+
+def print_verdicts(result: dict[str, Any], to_stderr: bool = False) -> None:
+    """Two saved runs: times, change with its interval, verdict and why; then the counts."""
+    lines = [f"A: {result['a']}", f"B: {result['b']}", *(f"! not alike: {line}" for line in result["unlike"]), ""]
+    rows = [("cell", "A us", "B us", "change", "95%", "verdict", "why")]
+    counts: dict[str, int] = {}
+    for row in result["rows"]:
+        counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
+        cv, interval = row["lists"]["cv_nominal"], row["interval_pct"]
+        rows.append(
+            (
+                f"{row['arm']} {row['shape']} {'real' if cv is None else f'cv {cv:g}'} {row['mode']}",
+                *("-" if us is None else f"{us:,.1f}" for us in (row["a_total_us"], row["b_total_us"])),
+                "-" if row["delta_pct"] is None else f"{row['delta_pct']:+.1f}%",
+                "-" if interval is None else f"{interval[0]:+.1f} to {interval[1]:+.1f}",
+                row["verdict"],
+                row["why"],
+            )
+        )
+    lines += [*columns(rows), "", ", ".join(f"{count} {word}" for word, count in counts.items())]
+    if any(row["delta_pct"] is not None and min(row["a_launches"], row["b_launches"]) < 3 for row in result["rows"]):
+        lines.append("! Fewer than three launches: variation from launch to launch is not in the intervals.")
+    print("\n".join(lines), file=sys.stderr if to_stderr else sys.stdout)

@@ -1,0 +1,347 @@
+"""`moira compare`: arms side by side over several launches, or two saved runs with a verdict per cell.
+
+Live, every launch is a process of its own that measures all arms of a point one after the other, in an order that turns
+round from launch to launch, so that drift and start-up state hit every arm alike. A cell's time is the median of its
+launches' medians; its interval resamples launches and the samples within them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moira_cli.errors import CliError, ExitCode, unknown
+from moira_cli.shapes import PAPER_SHAPES, split_list
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUITES: dict[str, list[dict[str, str]]] = {
+    "table6": [{"shape": ",".join(PAPER_SHAPES), "cv": "0,1"}, {"shape": ",".join(PAPER_SHAPES), "lists": "real"}],
+    "smoke": [{"shape": "1kx2", "cv": "0,1"}, {"shape": "1kx2", "lists": "real"}],
+}
+"""Named sets of `bench kernel` options: the paper's Table 6, and one that takes seconds anywhere."""
+
+SUITE_OPTIONS = ("shape", "cv", "lists", "keep", "geometry", "page_size", "kv_layout", "mode", "l2", "seed")
+MUST_AGREE = ("min_samples", "min_time_ms", "max_noise", "timeout_s", "check", "mode", "l2")
+
+
+def load_suite(name: str) -> list[dict[str, str]]:
+    """A named suite, or a TOML file with one [[run]] table of `bench kernel` options per set."""
+    if name in SUITES:
+        return SUITES[name]
+    if not name.endswith(".toml"):
+        raise unknown("Suite", name, [*SUITES, "FILE.toml"])
+    try:
+        runs = tomllib.loads(Path(name).read_text(encoding="utf-8")).get("run")
+    except (OSError, ValueError) as error:
+        raise CliError(f"Suite '{name}' cannot be read: {error}.") from error
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
+        raise CliError(f"Suite '{name}': expected at least one [[run]] table of options, e.g. shape = \"32kx16\".")
+    for run in runs:
+        for option in run:
+            if option not in SUITE_OPTIONS:
+                raise unknown("Suite option", option, SUITE_OPTIONS)
+    return [{option: str(value) for option, value in run.items()} for run in runs]
+
+
+def cell_key(cell: dict[str, Any]) -> str:
+    """What two cells must share to be compared: everything but the code, the machine and the result."""
+    parts = ("arm", "mode", "device", "shape", "geometry", "kv_layout", "dtype", "lists", "seed", "l2_policy")
+    return json.dumps({part: cell.get(part) for part in parts}, sort_keys=True)
+
+
+def clock_of(cell: dict[str, Any]) -> str:
+    """'kernel_us' or 'cpu_us'."""
+    return "kernel_us" if cell["device"] == "cuda" else "cpu_us"
+
+
+def launch_samples(cell: dict[str, Any]) -> list[list[float]]:
+    """Samples of each launch; a plain `bench` cell is one launch."""
+    timing = cell["timing"][clock_of(cell)]
+    return timing.get("launches") or [timing["samples"]]
+
+
+def bootstrap_medians(launches: list[list[float]], seed: int, resamples: int = 1000) -> np.ndarray:
+    """[resamples] medians of launch medians, resampling the launches and the samples of each."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    arrays = [np.array(launch) for launch in launches]
+    medians = np.stack([np.median(rng.choice(a, (resamples, len(a))), axis=1) for a in arrays])
+    chosen = rng.integers(len(arrays), size=(len(arrays), resamples))
+    return np.median(np.take_along_axis(medians, chosen, axis=0), axis=0)
+
+
+def merge_launches(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One cell per arm and point from the cells of several launches, in the order of the first."""
+    import numpy as np
+
+    merged = []
+    for cells in _by_key(documents):
+        failed = next((cell for cell in cells if cell["status"] != "ok"), None)
+        if failed is not None:
+            merged.append(failed)
+            continue
+        cell = json.loads(json.dumps(cells[0]))
+        launches = [launch for each in cells for launch in launch_samples(each)]
+        medians = [float(np.median(launch)) for launch in launches]
+        median = float(np.median(medians))
+        low, high = np.percentile(bootstrap_medians(launches, seed=0), (2.5, 97.5))
+        cell["timing"][clock_of(cell)] = {
+            "median": median,
+            "ci95": [float(low), float(high)],
+            "n": sum(map(len, launches)),
+            "launch_medians": medians,
+            "spread_pct": 100 * (max(medians) - min(medians)) / median,
+            "launches": launches,
+        }
+        plan = cell["timing"]["plan"]
+        for part in [name for name in plan if name.endswith("_us")]:
+            plan[part] = float(np.median([each["timing"]["plan"][part] for each in cells]))
+        cell["timing"]["total_us"] = median + sum(value for name, value in plan.items() if name.endswith("_us"))
+        for work in ("useful", "moved"):
+            cell["work"][f"{work}_tbps"] = cell["work"][f"{work}_bytes"] / median / 1e6
+        if cell["work"]["read_us"] is not None:
+            cell["work"]["limit_share_pct"] = 100 * cell["work"]["read_us"] / median
+        cell["flags"] = sorted({flag for each in cells for flag in each["flags"]})
+        merged.append(cell)
+    return merged
+
+
+def _by_key(documents: Iterable[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for document in documents:
+        for cell in document["cells"]:
+            groups.setdefault(cell_key(cell), []).append(cell)
+    return groups.values()
+
+
+def verdict(a: dict[str, Any], b: dict[str, Any], threshold_pct: float) -> dict[str, Any]:
+    """B against A: FASTER, SLOWER, SAME, UNCLEAR or NO TIME; the change in percent, its 95% interval, and why."""
+    import numpy as np
+
+    if a["status"] != "ok" or b["status"] != "ok":
+        why = "; ".join(f"{name}: {c['status']}" for name, c in (("A", a), ("B", b)) if c["status"] != "ok")
+        return {"verdict": "NO TIME", "delta_pct": None, "interval_pct": None, "why": why}
+    ours, theirs = launch_samples(a), launch_samples(b)
+    plans = [sum(v for k, v in cell["timing"]["plan"].items() if k.endswith("_us")) for cell in (a, b)]
+    delta = 100 * (b["timing"]["total_us"] / a["timing"]["total_us"] - 1)
+    if ours == theirs:
+        return {"verdict": "SAME", "delta_pct": 0.0, "interval_pct": [0.0, 0.0], "why": "the same samples"}
+    ratios = (bootstrap_medians(theirs, seed=1) + plans[1]) / (bootstrap_medians(ours, seed=2) + plans[0])
+    low, high = (float(x) for x in 100 * (np.percentile(ratios, (2.5, 97.5)) - 1))
+    if low > threshold_pct:
+        word, why = "SLOWER", f"the whole interval is above +{threshold_pct:g}%"
+    elif high < -threshold_pct:
+        word, why = "FASTER", f"the whole interval is below -{threshold_pct:g}%"
+    elif -threshold_pct <= low and high <= threshold_pct:
+        word, why = "SAME", f"the interval is within {threshold_pct:g}%"
+    else:
+        word, why = "UNCLEAR", f"the interval crosses {threshold_pct:g}%: take more samples or launches"
+    return {"verdict": word, "delta_pct": delta, "interval_pct": [low, high], "why": why}
+
+
+def parse_fail_on(text: str) -> float:
+    """'slower:3%' -> 3.0."""
+    match = re.fullmatch(r"slower:(\d+(?:\.\d+)?)%?", text)
+    if match is None:
+        raise CliError(f"--fail-on: expected slower:PERCENT, e.g. slower:3%, got '{text}'.")
+    return float(match[1])
+
+
+def unlike(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Ways in which two runs' machines or settings differ, other than the code that is being compared."""
+    from moira_cli.environment import identity
+
+    ids = identity(a["env"]), identity(b["env"])
+    differences = [f"{name}: {ids[0][name]} / {ids[1][name]}" for name in ids[0] if ids[0][name] != ids[1][name]]
+    configs = a["config_resolved"], b["config_resolved"]
+    return differences + [
+        f"{name}: {configs[0].get(name)} / {configs[1].get(name)}"
+        for name in MUST_AGREE
+        if configs[0].get(name) != configs[1].get(name)
+    ]
+
+
+def load_run(path: Path) -> dict[str, Any]:
+    """A run's document from its folder or its JSON file."""
+    file = path / "run.json" if path.is_dir() else path
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CliError(f"Run '{path}' cannot be read: {error}. Expected a run folder or its run.json.") from error
+    if not isinstance(document, dict) or not isinstance(document.get("cells"), list) or "env" not in document:
+        raise CliError(f"Run '{path}' is not a moira run: it has no 'env' and 'cells'.")
+    return document
+
+
+def compare_saved(paths: list[Path], threshold: float, allow_unlike: bool) -> dict[str, Any]:
+    """The verdicts of two saved runs, cells matched by what they measured."""
+    a, b = (load_run(path) for path in paths)
+    differences = unlike(a, b)
+    if differences and not allow_unlike:
+        raise CliError(
+            f"The runs are not alike ({'; '.join(differences)}), so their times do not compare the code. "
+            "Pass --allow-unlike to compare all the same."
+        )
+    left = {cell_key(cell): cell for cell in a["cells"]}
+    right = {cell_key(cell): cell for cell in b["cells"]}
+    rows = []
+    for key in [*left, *(key for key in right if key not in left)]:
+        cell = left.get(key) or right[key]
+        row = {"arm": cell["arm"], "mode": cell["mode"], "shape": cell["shape"]["label"], "lists": cell["lists"]}
+        if key in left and key in right:
+            row |= verdict(left[key], right[key], threshold)
+        else:
+            missing = "B" if key in left else "A"
+            row |= {"verdict": "NO TIME", "delta_pct": None, "interval_pct": None, "why": f"not in run {missing}"}
+        for name, measured in (("a", left.get(key)), ("b", right.get(key))):
+            timed = measured is not None and measured["status"] == "ok"
+            row[f"{name}_total_us"] = measured["timing"]["total_us"] if timed else None
+            row[f"{name}_launches"] = len(launch_samples(measured)) if timed else 0
+        rows.append(row)
+    return {"a": str(paths[0]), "b": str(paths[1]), "threshold_pct": threshold, "unlike": differences, "rows": rows}
+
+
+def run_launches(
+    options: list[dict[str, str]], arms: list[str], launches: int, folder: Path, progress: str
+) -> list[list[dict[str, Any]]]:
+    """documents[launch][option set]: `bench kernel` in a process of its own for each, arms forwards and backwards."""
+    documents = []
+    for launch in range(launches):
+        order = arms if launch % 2 == 0 else arms[::-1]
+        documents.append([])
+        for number, option in enumerate(options):
+            target = folder / f"launch-{launch + 1}" / str(number)
+            flags = [part for name, value in option.items() for part in (f"--{name.replace('_', '-')}", value)]
+            command = [sys.executable, "-m", "moira_cli.main", "bench", "kernel", *flags, "--arms", ",".join(order)]
+            if progress == "plain":
+                print(f"moira: launch {launch + 1}/{launches}, {' '.join(flags)}", file=sys.stderr)
+            done = subprocess.run(
+                [*command, "--run-dir", str(target), "--progress", "none"], capture_output=True, text=True
+            )
+            if not (target / "run.json").exists() or done.returncode in (ExitCode.INTERNAL, ExitCode.CANCELLED):
+                reason = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1].removeprefix("moira: ")
+                known = {int(code) for code in ExitCode}
+                raise CliError(reason, ExitCode(done.returncode) if done.returncode in known else ExitCode.INTERNAL)
+            documents[-1].append(load_run(target))
+    return documents
+
+
+def compare(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN_A RUN_B]", help="Two saved runs; none to run live.")
+    ] = None,
+    baselines: Annotated[
+        str, typer.Option("--baselines", "--arms", help="Live: arms, comma-separated, or all.")
+    ] = "all",
+    skip: Annotated[str, typer.Option(help="Live: arms to leave out.")] = "",
+    suite: Annotated[str | None, typer.Option(help="Live: table6, smoke, or FILE.toml with [[run]] tables.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Live: shapes, comma-separated.")] = None,
+    cv: Annotated[str | None, typer.Option(help="Live: spreads of synthetic lengths, comma-separated.")] = None,
+    lists: Annotated[str | None, typer.Option(help="Live: real, synthetic or FILE.")] = None,
+    launches: Annotated[int, typer.Option(min=1, help="Live: processes per arm.")] = 3,
+    relative_to: Annotated[str | None, typer.Option(help="Live: arm of the ratio column. [the fastest]")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Live: folder for the results.")] = None,
+    threshold: Annotated[float, typer.Option(help="Saved: changes within this percentage are SAME.")] = 1.0,
+    fail_on: Annotated[str | None, typer.Option(help="Saved: exit 7 on slower:PERCENT, e.g. slower:3%.")] = None,
+    allow_unlike: Annotated[
+        bool, typer.Option("--allow-unlike", help="Saved: other hardware or settings too.")
+    ] = False,
+    output_json: Annotated[str | None, typer.Option(help="Write the result as JSON to FILE, or - for stdout.")] = None,
+    progress: Annotated[str, typer.Option(help="plain or none; on stderr.")] = "plain",
+) -> None:
+    """Rank arms on the same lists over several launches, or give a verdict on two saved runs.
+
+    Live, arms are ranked by total time, host plan included; arms that cannot run here are rows that say why.
+    """
+    from moira_cli.records import require_writable
+
+    if output_json not in (None, "-"):
+        require_writable(Path(output_json), "--output-json")
+    limit = None if fail_on is None else parse_fail_on(fail_on)
+    if runs:
+        if len(runs) != 2:
+            raise CliError(f"compare takes two saved runs, or none to run live; got {len(runs)}.")
+        _saved(runs, threshold, limit, allow_unlike, output_json)
+    else:
+        if limit is not None:
+            raise CliError("--fail-on compares two saved runs: name them.")
+        options = load_suite(suite) if suite else [{}]
+        for name, value in (("shape", shape), ("cv", cv), ("lists", lists)):
+            if value is not None:
+                options = [{**option, name: value} for option in options]
+        _live(options, baselines, skip, launches, relative_to, run_dir, output_json, progress)
+
+
+def _emit(document: dict[str, Any], output_json: str | None) -> None:
+    from moira_cli.records import dumps, write_atomically
+
+    if output_json == "-":
+        print(dumps(document, indent=1))
+    elif output_json is not None:
+        write_atomically(Path(output_json), dumps(document, indent=1) + "\n")
+
+
+def _saved(
+    paths: list[Path], threshold: float, limit: float | None, allow_unlike: bool, output_json: str | None
+) -> None:
+    from moira_cli.render import print_verdicts
+
+    result = compare_saved(paths, threshold, allow_unlike)
+    tripped = [
+        row for row in result["rows"] if limit is not None and row["verdict"] == "SLOWER" and row["delta_pct"] >= limit
+    ]
+    result["tripped"] = len(tripped)
+    _emit(result, output_json)
+    print_verdicts(result, to_stderr=output_json == "-")
+    if tripped:
+        print(f"moira: {len(tripped)} cells are slower by {limit:g}% or more.", file=sys.stderr)
+        raise typer.Exit(ExitCode.REGRESSION)
+
+
+def _live(
+    options: list[dict[str, str]],
+    baselines_text: str,
+    skip: str,
+    launches: int,
+    relative_to: str | None,
+    run_dir: Path | None,
+    output_json: str | None,
+    progress: str,
+) -> None:
+    import baselines
+    from moira_cli import environment, records
+    from moira_cli.render import print_run
+
+    known = baselines.names("attention")
+    arms = known if baselines_text == "all" else split_list(baselines_text)
+    for arm in [*arms, *split_list(skip), *([relative_to] if relative_to else [])]:
+        if arm not in known:
+            raise unknown("Arm", arm, known)
+    arms = [arm for arm in arms if arm not in split_list(skip)]
+    tool = environment.code_version()
+    folder = run_dir or records.new_run_folder("compare", tool)
+    if (folder / "run.json").exists():
+        raise CliError(f"'{folder}' already holds a run. Name another --run-dir.")
+    documents = run_launches(options, arms, launches, folder, progress)
+    cells = merge_launches([document for launch in documents for document in launch])
+    first = documents[0][0]
+    config = {**first["config_resolved"], "relative_to": relative_to, "launches": launches, "runs": options}
+    run = records.Run(folder, records.header(sys.argv[1:], config, first["env"], tool), cells)
+    code = records.exit_code(cells)
+    document = run.save("complete", code)
+    _emit(document, output_json)
+    print_run(document, to_stderr=output_json == "-", ranked=True)
+    for reason in dict.fromkeys(cell["reason"] for cell in cells if cell["status"] != "ok"):
+        records.warn(reason)
+    raise typer.Exit(code)
