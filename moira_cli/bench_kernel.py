@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -79,30 +80,6 @@ class Cell:
         }
 
 
-def resolve_device(text: str) -> torch.device:
-    """'auto' is the first GPU, or the CPU where there is none."""
-    import torch
-
-    if text == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise CliError(f"--device: expected auto, cpu, cuda or cuda:N, got '{text}'.")
-    if device.type == "cpu":
-        return device
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise CliError(
-            f"No CUDA GPU {index} is visible ({torch.cuda.device_count()} found). Without a GPU this command runs "
-            "on the CPU: leave --device out, or see 'moira doctor'.",
-            ExitCode.ENVIRONMENT,
-        )
-    return torch.device("cuda", index)
-
-
 def build_points(config: Config, device: torch.device) -> list[Point]:
     """The grid of shapes x layouts x CVs, lists included; every problem of the settings is reported here."""
     from moira_cli import lists
@@ -147,6 +124,8 @@ def build_cells(config: Config, points: list[Point]) -> list[Cell]:
     for arm in arms:
         if arm not in known:
             raise unknown("Arm", arm, known)
+    if not arms:
+        raise CliError(f"--arms: expected at least one arm. Known: {', '.join(known)}.")
     if config.relative_to and config.relative_to not in arms:
         raise CliError(f"--relative-to {config.relative_to}: not among the arms of this run ({', '.join(arms)}).")
     modes = ["graph", "eager"] if config.mode == "both" else [config.mode]
@@ -310,7 +289,7 @@ def bench_kernel(
     geometry: Annotated[str, typer.Option(help="Model name ('moira list geometries') or HQ/HKV/D.")] = "llama-3.1-8b",
     page_size: Annotated[int, typer.Option(min=1, max=128, help="Tokens per page.")] = 64,
     kv_layout: Annotated[str, typer.Option(help="nhd (token-major) and/or hnd (head-major).")] = "nhd",
-    seed: Annotated[int, typer.Option(help="Seed of lists and data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lists and data.")] = 0,
     arms: Annotated[
         str | None,
         typer.Option(
@@ -328,11 +307,11 @@ def bench_kernel(
     ] = None,
     l2: Annotated[str, typer.Option(help="cold (rotating buffers) or warm (one set).")] = "cold",
     min_samples: Annotated[int | None, typer.Option(min=2, help="Samples at least. [GPU: 30, CPU: 15]")] = None,
-    min_time_ms: Annotated[float | None, typer.Option(help="Time spent sampling at least. [200]")] = None,
+    min_time_ms: Annotated[float | None, typer.Option(min=0, help="Time spent sampling at least. [200]")] = None,
     max_noise: Annotated[
-        float, typer.Option(help="Sample until the median's 95% interval is within this percentage of it.")
+        float, typer.Option(min=0, help="Sample until the median's 95% interval is within this percentage of it.")
     ] = 1.0,
-    timeout_s: Annotated[float, typer.Option(help="Stop sampling a cell after this time (flag U).")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Stop sampling a cell after this time (flag U).")] = 5.0,
     check: Annotated[bool, typer.Option(help="Compare with the float32 reference before timing.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     allow_busy: Annotated[
@@ -362,6 +341,8 @@ def bench_kernel(
     ):
         if value not in known:
             raise unknown(option, value, known)
+    if tag is not None and not re.fullmatch(r"[\w.-]+", tag):
+        raise CliError(f"--tag: expected letters, digits, '.', '_' and '-', got '{tag}'.")
     if keep is not None and not 0 < keep <= 1:
         raise CliError(f"--keep: expected a number in (0, 1], got {keep}.")
     if lists not in (None, "synthetic") and (cv is not None or keep is not None):
@@ -370,6 +351,7 @@ def bench_kernel(
         parse_shape(text)  # before torch is imported, so that a typing error answers at once
 
     from moira_cli import environment, render
+    from moira_cli.environment import resolve_device
     from moira_cli.records import Run, exit_code, header, new_run_folder, require_writable, warn
     from moira_cli.timing import StopRule
 

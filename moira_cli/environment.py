@@ -9,9 +9,13 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moira_cli import __version__
+from moira_cli.errors import CliError, ExitCode
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARIES = ("torch", "triton", "numpy", "vllm", "flashinfer-python", "transformers", "gguf")
 GPU_FIELDS = {
@@ -89,6 +93,30 @@ def _number(text: str) -> Any:
     except ValueError:
         return None if text.startswith("[") or text == "N/A" else text
     return int(value) if value.is_integer() else value
+
+
+def resolve_device(text: str) -> torch.device:
+    """'auto' is the first GPU, or the CPU where there is none."""
+    import torch
+
+    if text == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise CliError(f"--device: expected auto, cpu, cuda or cuda:N, got '{text}'.")
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise CliError(
+            f"No CUDA GPU {index} is visible ({torch.cuda.device_count()} found). Without a GPU this command runs "
+            "on the CPU: leave --device out, or see 'moira doctor'.",
+            ExitCode.ENVIRONMENT,
+        )
+    return torch.device("cuda", index)
 
 
 def query_gpus() -> list[dict[str, Any]]:

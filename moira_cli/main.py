@@ -18,7 +18,7 @@ from moira_cli.verify import verify
 
 
 class OneLineErrors(TyperGroup):
-    """Prints a ``CliError`` as one line on stderr and exits with its code."""
+    """Prints what the user can act on as one line on stderr and exits with its code."""
 
     def invoke(self, ctx):
         """Run the command."""
@@ -27,6 +27,15 @@ class OneLineErrors(TyperGroup):
         except CliError as error:
             print(f"moira: {error}", file=sys.stderr)
             raise typer.Exit(error.code) from error
+        except Exception as error:
+            # Usage errors of the option parser, known by their shape: Typer may carry its own copy of click.
+            if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
+                raise
+            path = getattr(getattr(error, "ctx", None), "command_path", "").split()[1:]
+            message = " ".join(error.format_message().split())
+            stop = "" if message.endswith((".", "?", "!")) else "."
+            print(f"moira: {message}{stop} See '{' '.join(['moira', *path])} --help'.", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from error
 
 
 app = typer.Typer(

@@ -145,7 +145,7 @@ def record(
         float, typer.Option(help="Coverage: share of the attention mass that the kept pages must reach.")
     ] = 0.98,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 64,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Keep the whole documents already in FILE.")] = False,
     describe: Annotated[
         bool, typer.Option("--describe", help="Print the figures of an existing FILE; run nothing.")
@@ -181,7 +181,8 @@ def record(
     from moira_cli.recorder import Recorder
     from moira_kernels import MoiraError
 
-    network, tokenizer, source = models.load(model, device)
+    target = environment.resolve_device(device)
+    network, tokenizer, source = models.load(model, str(target))
     config = network.config
     limit = config.max_position_embeddings
     if context > limit:
@@ -231,7 +232,7 @@ def record(
                 if index in done:
                     continue
                 progress.update(task, description=f"document {index + 1}/{documents}: prefill")
-                for step in recorder.decode(tokens[index].to(device), steps):
+                for step in recorder.decode(tokens[index].to(target), steps):
                     recording.add(index, step)
                     progress.update(task, advance=1, description=f"document {index + 1}/{documents}: decode")
                 recording.lists(complete=False).save(output)

@@ -103,6 +103,11 @@ def test_json_on_stdout_is_strict_even_with_colour(monkeypatch):
         (["--output-json", "file/out.json"], 2, ["--output-json 'file/out.json' cannot be written"]),
         (["--resume", "nothing"], 2, ["'nothing' is not a run folder"]),
         (["--device", "gpu0"], 2, ["--device: expected auto, cpu"]),
+        (["--seed", "-1"], 2, ["'--seed'", "greater than or equal to 0", "See 'moira bench kernel --help'"]),
+        (["--page-size", "129"], 2, ["'--page-size'", "128"]),
+        (["--sead", "1"], 2, ["--sead", "--seed"]),
+        (["--tag", "a/b"], 2, ["--tag: expected letters"]),
+        (["--arms", ","], 2, ["--arms: expected at least one arm"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
 )

@@ -149,6 +149,7 @@ def test_gamma_one_decodes_like_the_dense_model(model_folder):
         (["--documents", "50"], ["tokens; 50 x 300 need 15,000"]),
         (["--text", "missing.txt"], ["missing.txt", "No such file"]),
         (["--model", "nowhere"], ["directory with config.json"]),
+        (["--device", "tpu"], ["--device: expected auto"]),
     ],
 )
 def test_wrong_settings_write_nothing(model_folder, text_file, tmp_path, arguments, parts):
