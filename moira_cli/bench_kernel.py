@@ -172,10 +172,10 @@ class Session:
 
     def measure_all(self, rule: StopRule, fail_fast: bool) -> bool:
         """Measure what is missing; True if everything ran, False if Ctrl-C or --fail-fast stopped it."""
-        from moira_cli.harness import Case, measure, memory_shortage
+        from moira_cli.harness import build_case, measure
 
         done = {record["cell_id"] for record in self.run.cells}
-        case, shortage = None, None
+        point, case = None, None
         try:
             for number, (cell, record) in enumerate(zip(self.cells, self.records, strict=True), 1):
                 if record["cell_id"] in done:
@@ -184,15 +184,13 @@ class Session:
                     print(f"moira: {number}/{len(self.cells)} {record['shape']['label']} {cell.arm}", file=sys.stderr)
                 figures = self._skip(cell)
                 if figures is None:
-                    if case is None or case.point is not cell.point:
+                    if point is not cell.point:
                         case = None  # frees the last point's buffers before the next are taken
-                        shortage = memory_shortage(cell.point, self.device)
-                        case = None if shortage else Case(cell.point, self.device)
-                    figures = (
-                        {"status": "oom", "reason": shortage}
-                        if shortage
-                        else measure(case, cell.arm, cell.mode, rule, self.config.check)
-                    )
+                        point, case = cell.point, build_case(cell.point, self.device)
+                    if isinstance(case, str):
+                        figures = {"status": "oom", "reason": case}
+                    else:
+                        figures = measure(case, cell.arm, cell.mode, rule, self.config.check)
                 if self.busy:
                     figures.setdefault("flags", []).append("B")
                 self.run.add({**record, **figures})

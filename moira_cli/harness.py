@@ -123,6 +123,17 @@ def memory_shortage(point: Point, device: torch.device) -> str | None:
     )
 
 
+def build_case(point: Point, device: torch.device) -> Case | str:
+    """The point with its buffers, or one line that says why they do not fit."""
+    shortage = memory_shortage(point, device)
+    if shortage is not None:
+        return shortage
+    try:
+        return Case(point, device)
+    except torch.OutOfMemoryError as error:
+        return f"{point.shape.label}: out of memory while its buffers were made: {str(error).splitlines()[0]}"
+
+
 class Case:
     """A point with its buffers on the device."""
 

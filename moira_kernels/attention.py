@@ -518,8 +518,9 @@ def attend(
     if workspace is None:
         workspace = Workspace.allocate(batch, num_heads, pages.num_lists, head_dim, q.device)
     group = num_heads // pages.num_lists
-    if (workspace.num_rows, workspace.partials.shape[2]) != (pages.num_rows, group):
-        raise ValueError(f"workspace: made for {workspace.num_rows} rows, got {pages.num_rows} rows of {group} heads")
+    made_for, got = (workspace.num_rows, *workspace.partials.shape[2:]), (pages.num_rows, group, head_dim)
+    if made_for != got:
+        raise ValueError(f"workspace: made for (rows, query heads per list, D) = {made_for}, got {got}")
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     shape = LaunchShape()
     pointers = (q, kv.k, kv.v, pages.page_ids, pages.lengths, pages.last_page_len, out, workspace.lse)
