@@ -14,6 +14,7 @@ from moira_cli.doctor import doctor
 from moira_cli.errors import CliError
 from moira_cli.listing import list_names
 from moira_cli.record import record
+from moira_cli.report import report
 from moira_cli.verify import verify
 
 
@@ -52,6 +53,7 @@ app.command()(compare)
 app.command()(doctor)
 app.command("list")(list_names)
 app.command()(record)
+app.command()(report)
 app.command()(verify)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,26 +76,23 @@ class Partition:
         """[num_rows] int, thread blocks that share each row; more than one means the row needs a merge."""
         return np.bincount(self.row, minlength=num_rows)
 
-    def report(self) -> dict[str, float]:
-        """What the thread blocks get: busy and idle blocks, fewest/mean/most pages of a busy one, and max/mean."""
+    def report(self) -> dict[str, Any]:
+        """What the thread blocks get.
+
+        blocks, idle: launched, and without work. min, mean, max, max_over_mean: pages of a busy one. quantiles: pages
+        of the busy ones, fewest first, at every twentieth of them.
+        """
         pages = self.pages_per_block()
         busy = pages[pages > 0]
-        if busy.size == 0:
-            return {
-                "blocks": self.num_blocks,
-                "idle": self.num_blocks,
-                "min": 0,
-                "mean": 0.0,
-                "max": 0,
-                "max_over_mean": 0.0,
-            }
+        some = busy if busy.size else np.zeros(1)
         return {
             "blocks": self.num_blocks,
             "idle": int(self.num_blocks - busy.size),
-            "min": float(busy.min()),
-            "mean": float(busy.mean()),
-            "max": float(busy.max()),
-            "max_over_mean": float(busy.max() / busy.mean()),
+            "min": float(some.min()),
+            "mean": float(some.mean()),
+            "max": float(some.max()),
+            "max_over_mean": float(busy.max() / busy.mean()) if busy.size else 0.0,
+            "quantiles": np.quantile(some, np.linspace(0, 1, 21)).tolist(),
         }
 
 

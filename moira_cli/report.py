@@ -1,0 +1,174 @@
+"""`moira report`: a saved run as a table for people or programs, or as pictures."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moira_cli.compare import clock_of, load_run
+from moira_cli.errors import CliError
+
+
+class Format(StrEnum):
+    """What `moira report` writes."""
+
+    MD = "md"
+    CSV = "csv"
+    JSON = "json"
+    HTML = "html"
+    PNG = "png"
+
+
+COLUMNS = {
+    "shape": "CONTEXTxBATCH",
+    "rows": "(request, list head) pairs",
+    "kv_layout": "nhd or hnd",
+    "lists": "synthetic, or the recording",
+    "cv_nominal": "spread asked for",
+    "cv_measured": "spread of the page counts",
+    "kept_pct": "pages listed, percent",
+    "arm": "implementation",
+    "mode": "graph or eager",
+    "device": "cuda or cpu",
+    "status": "ok, or what went wrong",
+    "time_us": "median of one call",
+    "ci_low_us": "95% interval of the median",
+    "ci_high_us": "95% interval of the median",
+    "plan_us": "host plan",
+    "total_us": "time + plan",
+    "useful_tbps": "listed bytes over time",
+    "limit_pct": "read-only time over time",
+    "moved_over_useful": "bytes moved over listed bytes",
+    "max_abs": "largest difference from float32",
+    "flags": "see moira bench kernel --help",
+    "reason": "why there is no time",
+}
+"""Columns of the flat table and what they hold."""
+
+
+def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """One flat dict of COLUMNS per cell; None where there is no value."""
+    rows = []
+    for cell in document["cells"]:
+        row = dict.fromkeys(COLUMNS)
+        lists = cell["lists"]
+        row |= {name: cell.get(name) for name in ("kv_layout", "arm", "mode", "device", "status", "reason")}
+        row |= {"shape": cell["shape"]["label"], "rows": cell["shape"]["rows"], "lists": lists["source"]}
+        row |= {"cv_nominal": lists["cv_nominal"], "cv_measured": lists["cv_measured"]}
+        row["kept_pct"] = 100 * lists["kept_fraction"]
+        if cell["status"] == "ok":
+            timing, work, time = cell["timing"], cell["work"], cell["timing"][clock_of(cell)]
+            row |= {"time_us": time["median"], "ci_low_us": time["ci95"][0], "ci_high_us": time["ci95"][1]}
+            row["plan_us"] = sum(value for name, value in timing["plan"].items() if name.endswith("_us"))
+            row |= {"total_us": timing["total_us"], "useful_tbps": work["useful_tbps"]}
+            row["limit_pct"] = work["limit_share_pct"]
+            row["moved_over_useful"] = work["moved_bytes"] / work["useful_bytes"]
+            row |= {"max_abs": cell["check"].get("max_abs"), "flags": "".join(cell["flags"])}
+        rows.append(row)
+    return rows
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3g}"
+    return str(value)
+
+
+def title(document: dict[str, Any]) -> str:
+    """Device, versions, code and date of a run, in one line."""
+    env, tool = document["env"], document["tool"]
+    device = env["gpu"]["name"] if env["device"] == "cuda" else f"cpu ({env['cpu']})"
+    code = tool["version"] + (f" {tool['commit']}" if tool.get("commit") else "")
+    versions = env["libraries"]
+    return f"{device}, torch {versions['torch']}, triton {versions['triton']}, moira {code}, {document['started_utc']}"
+
+
+def to_csv(document: dict[str, Any]) -> str:
+    """Comma-separated values with a header."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat_rows(document))
+    return text.getvalue()
+
+
+def to_markdown(document: dict[str, Any]) -> str:
+    """A Markdown table under a line that says what it was measured on and the command that repeats it."""
+    rows = [[_text(row[name]).replace("|", "\\|") for name in COLUMNS] for row in flat_rows(document)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
+    return f"{title(document)}\n\n    {document['repro_command']}\n\n" + "\n".join(lines) + "\n"
+
+
+def to_html(document: dict[str, Any]) -> str:
+    """One self-contained page: what was measured, the pictures, the table."""
+    import base64
+
+    from moira_cli.plots import figures
+
+    def cells(tag: str, values: list[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
+
+    table = [cells("th", list(COLUMNS))]
+    table += [cells("td", [_text(row[name]) for name in COLUMNS]) for row in flat_rows(document)]
+    pictures = [
+        f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
+        for name, png in figures(document).items()
+    ]
+    style = (
+        "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;font-size:small}"
+        "td,th{border:1px solid #ccc;padding:2px 6px;text-align:right;white-space:nowrap}figure{margin:1em 0}"
+    )
+    heading = html.escape(title(document))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>moira report</title><style>{style}</style>'
+        f"<h1>moira report</h1><p>{heading}</p><pre>{html.escape(document['repro_command'])}</pre>"
+        f"{''.join(pictures)}<table>{''.join(table)}</table></html>\n"
+    )
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or its run.json.")],
+    output_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.MD,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write (png: one per picture, NAME-<picture>.png). [stdout]")
+    ] = None,
+) -> None:
+    """Write a saved run as Markdown, CSV, JSON, a self-contained HTML page, or PNG pictures.
+
+    Pictures: time against CV per shape, time against rows, and the pages of each thread block.
+    """
+    from moira_cli.records import dumps, require_writable, write_atomically
+
+    document = load_run(run)
+    if output is not None:
+        require_writable(output, "--output")
+    if output_format is Format.PNG:
+        from moira_cli.plots import figures
+
+        if output is None:
+            raise CliError("--format png: name the files with --output NAME.png.")
+        pictures = figures(document)
+        if not pictures:
+            raise CliError("The run has nothing to draw: it needs two CVs or two numbers of rows, measured.")
+        for name, png in pictures.items():
+            target = output.with_name(f"{output.stem}-{name}.png")
+            write_atomically(target, png)
+            print(target)
+        return
+    if output_format is Format.JSON:
+        text = dumps(document, indent=1) + "\n"
+    else:
+        text = {Format.MD: to_markdown, Format.CSV: to_csv, Format.HTML: to_html}[output_format](document)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_atomically(output, text)
