@@ -181,7 +181,7 @@ class Session:
                 if record["cell_id"] in done:
                     continue
                 if not self.quiet:
-                    print(f"moira: {number}/{len(self.cells)} {record['shape']['label']} {cell.arm}", file=sys.stderr)
+                    print(f"moira: {number}/{len(self.cells)} {record['shape']['alias']} {cell.arm}", file=sys.stderr)
                 figures = self._skip(cell)
                 if figures is None:
                     if point is not cell.point:

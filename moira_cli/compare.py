@@ -53,10 +53,23 @@ def load_suite(name: str) -> list[dict[str, str]]:
     return [{option: str(value) for option, value in run.items()} for run in runs]
 
 
+SAME_CELL = (
+    "arm",
+    "mode",
+    "device",
+    "shape",
+    "geometry",
+    "kv_layout",
+    "dtype",
+    "lists_digest",
+    "cv_nominal",
+    "l2_policy",
+)
+
+
 def cell_key(cell: dict[str, Any]) -> str:
     """What two cells must share to be compared: everything but the code, the machine and the result."""
-    parts = ("arm", "mode", "device", "shape", "geometry", "kv_layout", "dtype", "lists", "seed", "l2_policy")
-    return json.dumps({part: cell.get(part) for part in parts}, sort_keys=True)
+    return json.dumps({name: cell.get(name) for name in SAME_CELL}, sort_keys=True)
 
 
 def clock_of(cell: dict[str, Any]) -> str:
@@ -111,7 +124,7 @@ def merge_launches(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for work in ("useful", "moved"):
             cell["work"][f"{work}_tbps"] = cell["work"][f"{work}_bytes"] / median / 1e6
         if cell["work"]["read_us"] is not None:
-            cell["work"]["limit_share_pct"] = 100 * cell["work"]["read_us"] / median
+            cell["work"]["sol_pct"] = 100 * cell["work"]["read_us"] / median
         cell["flags"] = sorted({flag for each in cells for flag in each["flags"]})
         merged.append(cell)
     return merged
@@ -198,7 +211,12 @@ def compare_saved(paths: list[Path], threshold: float, allow_unlike: bool) -> di
     rows = []
     for key in [*left, *(key for key in right if key not in left)]:
         cell = left.get(key) or right[key]
-        row = {"arm": cell["arm"], "mode": cell["mode"], "shape": cell["shape"]["label"], "lists": cell["lists"]}
+        row = {
+            "arm": cell["arm"],
+            "mode": cell["mode"],
+            "shape": cell["shape"]["alias"],
+            "cv_nominal": cell["cv_nominal"],
+        }
         if key in left and key in right:
             row |= verdict(left[key], right[key], threshold)
         else:
@@ -337,7 +355,8 @@ def _live(
     cells = merge_launches([document for launch in documents for document in launch])
     first = documents[0][0]
     config = {**first["config_resolved"], "relative_to": relative_to, "launches": launches, "runs": options}
-    run = records.Run(folder, records.header(sys.argv[1:], config, first["env"], tool), cells)
+    head = {**records.header(sys.argv[1:], config, first["env"], tool), "run_id": folder.name}
+    run = records.Run(folder, head, cells)
     code = records.exit_code(cells)
     document = run.save("complete", code)
     _emit(document, output_json)

@@ -74,8 +74,8 @@ class Point:
         """What identifies the point in a result."""
         return {
             "shape": {
-                "label": self.shape.label,
-                "context_tokens": self.shape.context_tokens,
+                "alias": self.shape.label,
+                "ctx_tokens": self.shape.context_tokens,
                 "batch": self.shape.batch,
                 "rows": self.shape.batch * self.geometry.num_kv_heads,
                 "pages_per_row": self.pages_per_row,
@@ -85,7 +85,7 @@ class Point:
             "kv_layout": self.kv_layout,
             "dtype": "bfloat16",
             "kv_source": "normal",
-            "lists": self.lists.describe(),
+            **self.lists.describe(),
             "seed": self.seed,
             "l2_policy": self.l2,
         }
@@ -250,7 +250,7 @@ def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check:
             "moved_tbps": moved / kernel["median"] / 1e6,
             "read_us": case.read_us,
             "read_source": "measured: a kernel that only reads the useful bytes, same run" if on_gpu else None,
-            "limit_share_pct": None if case.read_us is None else 100 * case.read_us / kernel["median"],
+            "sol_pct": None if case.read_us is None else 100 * case.read_us / kernel["median"],
         },
         "health": {"before": health_before, "after": health_after},
         "flags": flags,

@@ -31,7 +31,7 @@ METRICS = {
     "kept_fraction": "pages listed over pages of the context, all rows",
     "useful_tbps": "bytes of the listed keys and values over time, decimal TB/s",
     "moved_bytes": "bytes of keys and values that the arm moves: padding, copies and unlisted pages included",
-    "limit_share_pct": "time of a kernel that only reads the useful bytes (same run) over kernel_us",
+    "sol_pct": "time of a kernel that only reads the useful bytes (same run) over kernel_us",
     "max_abs": "largest difference from the float32 reference; the limit is 2 x bf16 PyTorch's own + 2 ulp",
 }
 

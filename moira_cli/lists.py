@@ -225,13 +225,13 @@ class Lists:
         """What a result records about its lists."""
         digest = hashlib.sha256(self.counts.tobytes() + f"{self.source} {self.seed}".encode()).hexdigest()[:16]
         return {
-            "source": self.source,
+            "length_source": self.source,
             "cv_nominal": self.cv_nominal,
             "cv_measured": float(coefficient_of_variation(self.counts)),
             "kept_pages": int(self.counts.sum()),
             "kept_fraction": float(self.counts.mean() / self.pages),
             "page_ids": "random" if self.exact is None else "recorded",
-            "digest": digest,
+            "lists_digest": digest,
         }
 
 

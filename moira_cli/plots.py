@@ -63,9 +63,9 @@ def time_against_cv(cells: list[dict[str, Any]]) -> Figure | None:
     """One panel per shape; None if no shape was measured at two CVs of synthetic lists."""
     shapes: dict[str, dict[str, list]] = {}
     for cell in cells:
-        if cell["lists"]["cv_nominal"] is not None:
-            series = shapes.setdefault(cell["shape"]["label"], {}).setdefault(_series(cell), [])
-            series.append((cell["lists"]["cv_measured"], cell))
+        if cell["cv_nominal"] is not None:
+            series = shapes.setdefault(cell["shape"]["alias"], {}).setdefault(_series(cell), [])
+            series.append((cell["cv_measured"], cell))
     shapes = {
         label: lines for label, lines in shapes.items() if max(len({x for x, _ in line}) for line in lines.values()) > 1
     }
@@ -82,7 +82,7 @@ def time_against_rows(cells: list[dict[str, Any]]) -> Figure | None:
     """One panel per list source or nominal CV; None if everything has the same number of rows."""
     sources: dict[str, dict[str, list]] = {}
     for cell in cells:
-        cv = cell["lists"]["cv_nominal"]
+        cv = cell["cv_nominal"]
         source = "recorded lists" if cv is None else f"CV {cv:g}"
         sources.setdefault(source, {}).setdefault(_series(cell), []).append((cell["shape"]["rows"], cell))
     sources = {
@@ -104,8 +104,8 @@ def pages_per_block(cells: list[dict[str, Any]]) -> Figure | None:
     for cell in cells:
         blocks = cell["work"].get("thread_blocks")
         if blocks and "quantiles" in blocks:
-            cv = cell["lists"]["cv_nominal"]
-            point = f"{cell['shape']['label']}, {'recorded' if cv is None else f'CV {cv:g}'}"
+            cv = cell["cv_nominal"]
+            point = f"{cell['shape']['alias']}, {'recorded' if cv is None else f'CV {cv:g}'}"
             name = f"{cell['arm']} ({blocks['idle']} of {blocks['blocks']} idle)"
             points.setdefault(point, {})[name] = blocks["quantiles"]
     if not points:

@@ -122,7 +122,7 @@ class Run:
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            run = cls(folder, header)
+            run = cls(folder, {**header, "run_id": folder.name})
             run.save("running")
             (folder / "cells.jsonl").touch()
         except OSError as error:

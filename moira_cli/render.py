@@ -101,12 +101,12 @@ def print_run(document: dict[str, Any], to_stderr: bool = False, ranked: bool = 
     clock = "kernel" if on_gpu else "cpu"
     for cells in _by_point(document["cells"]):
         first = cells[0]
-        lists, shape = first["lists"], first["shape"]
-        nominal = "" if lists["cv_nominal"] is None else f"{lists['cv_nominal']:g} -> "
+        shape = first["shape"]
+        nominal = "" if first["cv_nominal"] is None else f"{first['cv_nominal']:g} -> "
         console.print(
-            f"\n[bold]{shape['label']}[/bold]  {shape['rows']} rows, {shape['pages_per_row']} pages of "
-            f"{shape['page_size']} tokens, {first['kv_layout']}; lists: {lists['source']}, CV {nominal}"
-            f"{lists['cv_measured']:.2f}, kept {lists['kept_fraction']:.1%} ({lists['kept_pages']:,} pages); "
+            f"\n[bold]{shape['alias']}[/bold]  {shape['rows']} rows, {shape['pages_per_row']} pages of "
+            f"{shape['page_size']} tokens, {first['kv_layout']}; lists: {first['length_source']}, CV {nominal}"
+            f"{first['cv_measured']:.2f}, kept {first['kept_fraction']:.1%} ({first['kept_pages']:,} pages); "
             f"{_l2(first['l2_policy'])}"
         )
         if ranked:
@@ -121,7 +121,7 @@ def _l2(policy: str) -> str:
 def _by_point(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     blocks: dict[tuple, list] = {}
     for cell in cells:
-        key = (cell["shape"]["label"], cell["kv_layout"], cell["lists"]["digest"], cell["lists"]["cv_nominal"])
+        key = (cell["shape"]["alias"], cell["kv_layout"], cell["lists_digest"], cell["cv_nominal"])
         blocks.setdefault(key, []).append(cell)
     return list(blocks.values())
 
@@ -165,7 +165,7 @@ def _arms_table(cells: list[dict[str, Any]], clock: str, relative_to: str | None
             f"{t['total_us']:,.1f}",
             f"{t['total_us'] / ratio:.2f}" if ratio else "-",
             f"{work['useful_tbps'] * (1 if clock == 'kernel' else 1000):.2f}",
-            "-" if work["limit_share_pct"] is None else f"{work['limit_share_pct']:.0f}%",
+            "-" if work["sol_pct"] is None else f"{work['sol_pct']:.0f}%",
             f"{work['moved_bytes'] / work['useful_bytes']:.2f}",
             f"{check['max_abs']:.1e}" if check.get("max_abs") is not None else "unchecked",
             "".join(cell["flags"]) or "-",
@@ -180,7 +180,7 @@ def print_verdicts(result: dict[str, Any], to_stderr: bool = False) -> None:
     counts: dict[str, int] = {}
     for row in result["rows"]:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
-        cv, interval = row["lists"]["cv_nominal"], row["interval_pct"]
+        cv, interval = row["cv_nominal"], row["interval_pct"]
         rows.append(
             (
                 f"{row['arm']} {row['shape']} {'real' if cv is None else f'cv {cv:g}'} {row['mode']}",

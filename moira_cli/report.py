@@ -44,7 +44,7 @@ COLUMNS = {
     "plan_us": "host plan",
     "total_us": "time + plan",
     "useful_tbps": "listed bytes over time",
-    "limit_pct": "read-only time over time",
+    "sol_pct": "read-only time over time",
     "moved_over_useful": "bytes moved over listed bytes",
     "max_abs": "largest difference from float32",
     "flags": "see moira bench kernel --help",
@@ -58,17 +58,16 @@ def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for cell in document["cells"]:
         row = dict.fromkeys(COLUMNS)
-        lists = cell["lists"]
         row |= {name: cell.get(name) for name in ("kv_layout", "arm", "mode", "device", "status", "reason")}
-        row |= {"shape": cell["shape"]["label"], "rows": cell["shape"]["rows"], "lists": lists["source"]}
-        row |= {"cv_nominal": lists["cv_nominal"], "cv_measured": lists["cv_measured"]}
-        row["kept_pct"] = 100 * lists["kept_fraction"]
+        row |= {"shape": cell["shape"]["alias"], "rows": cell["shape"]["rows"], "lists": cell["length_source"]}
+        row |= {"cv_nominal": cell["cv_nominal"], "cv_measured": cell["cv_measured"]}
+        row["kept_pct"] = 100 * cell["kept_fraction"]
         if cell["status"] == "ok":
             timing, work, time = cell["timing"], cell["work"], cell["timing"][clock_of(cell)]
             row |= {"time_us": time["median"], "ci_low_us": time["ci95"][0], "ci_high_us": time["ci95"][1]}
             row["plan_us"] = sum(value for name, value in timing["plan"].items() if name.endswith("_us"))
             row |= {"total_us": timing["total_us"], "useful_tbps": work["useful_tbps"]}
-            row["limit_pct"] = work["limit_share_pct"]
+            row["sol_pct"] = work["sol_pct"]
             row["moved_over_useful"] = work["moved_bytes"] / work["useful_bytes"]
             row |= {"max_abs": cell["check"].get("max_abs"), "flags": "".join(cell["flags"])}
         rows.append(row)

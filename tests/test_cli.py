@@ -58,10 +58,10 @@ def test_default_run_is_checked_labelled_and_written(tmp_path):
         assert cell["check"]["max_abs"] <= cell["check"]["limit"]
         assert "kernel_us" not in cell["timing"]
         assert len(cell["timing"]["cpu_us"]["samples"]) == cell["timing"]["cpu_us"]["n"] >= 2
-        assert cell["lists"]["page_ids"] == "recorded"
-        assert cell["work"]["limit_share_pct"] is None
+        assert cell["page_ids"] == "recorded"
+        assert cell["work"]["sol_pct"] is None
     sparse, dense = run["cells"]
-    assert sparse["work"]["useful_bytes"] == sparse["lists"]["kept_pages"] * 64 * 2 * 16 * 2
+    assert sparse["work"]["useful_bytes"] == sparse["kept_pages"] * 64 * 2 * 16 * 2
     assert dense["work"]["moved_bytes"] == 3 * 2 * 128 * 64 * 2 * 16 * 2
 
 
@@ -70,8 +70,8 @@ def test_grid_keeps_equal_work_across_cvs(tmp_path):
     cells = read_run(tmp_path / "r")["cells"]
     assert len(cells) == len({cell["cell_id"] for cell in cells}) == 2 * 2 * 2 * 2
     for label in ("1kx2", "2kx1"):
-        assert len({cell["lists"]["kept_pages"] for cell in cells if cell["shape"]["label"] == label}) == 1
-    assert {cell["lists"]["cv_nominal"] for cell in cells} == {0.0, 1.0}
+        assert len({cell["kept_pages"] for cell in cells if cell["shape"]["alias"] == label}) == 1
+    assert {cell["cv_nominal"] for cell in cells} == {0.0, 1.0}
 
 
 def test_json_on_stdout_is_strict_even_with_colour(monkeypatch):

@@ -31,8 +31,9 @@ def saved_run(path, factor=1.0, spread=0.001, launches=3):
                 "arm": arm,
                 "mode": "graph",
                 "device": "cuda",
-                "shape": {"label": "32kx16"},
-                "lists": {"cv_nominal": 1.0},
+                "shape": {"alias": "32kx16"},
+                "cv_nominal": 1.0,
+                "lists_digest": "d",
                 "status": "ok",
                 "timing": {
                     "kernel_us": {"launches": samples, "samples": samples[0]},
@@ -172,7 +173,7 @@ def test_a_wrong_arm_is_not_ranked_and_sets_the_exit_code(tmp_path, monkeypatch)
         "status": "ok",
         "flags": [],
         "check": {"max_abs": 0.0},
-        "work": {"useful_bytes": 1, "moved_bytes": 1, "read_us": None, "limit_share_pct": None},
+        "work": {"useful_bytes": 1, "moved_bytes": 1, "read_us": None, "sol_pct": None},
         "timing": {"cpu_us": {"samples": [1.0, 2.0]}, "plan": {"scope": "layer"}, "total_us": 1.5},
     }
     bad = {**good, "arm": "dense-torch", "status": "wrong_result", "reason": "wrong result: planted"}
