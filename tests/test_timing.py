@@ -34,7 +34,7 @@ def test_wall_timer_measures_what_passes():
     samples = WallTimer(lambda i: time.sleep(0.002), 1, 1).sample(StopRule(10, 0, 100, 5))
     assert samples.converged
     assert len(samples.us) == 10
-    assert samples.statistics()["median"] == pytest.approx(2000, rel=0.5)
+    assert 2000 <= samples.statistics()["median"] < 10_000
 
 
 def test_time_out_is_not_convergence():
