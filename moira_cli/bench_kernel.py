@@ -273,17 +273,21 @@ def _arm_names() -> list[str]:
 
 def bench_kernel(
     ctx: typer.Context,
-    shape: Annotated[str | None, typer.Option(help="CONTEXTxBATCH, comma-separated. [GPU: 32kx16, CPU: 8kx2]")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="CONTEXTxBATCH, comma-separated. (default: 32kx16 on a GPU, 8kx2 on a CPU)")
+    ] = None,
     lists: Annotated[
         str | None,
         typer.Option(
-            help="Page lists: real (a shipped recording), synthetic, or FILE. [real; synthetic with --cv or --keep]"
+            help="Page lists: real (shipped), synthetic, or FILE. (default: real; synthetic with --cv or --keep)"
         ),
     ] = None,
     cv: Annotated[
-        str | None, typer.Option(help="Spread of synthetic lengths (std/mean), comma-separated. [1.0]")
+        str | None, typer.Option(help="Spread of synthetic lengths (std/mean), comma-separated. (default: 1.0)")
     ] = None,
-    keep: Annotated[float | None, typer.Option(help="Mean share of pages kept by synthetic lists. [0.22]")] = None,
+    keep: Annotated[
+        float | None, typer.Option(help="Mean share of pages kept by synthetic lists. (default: 0.22)")
+    ] = None,
     geometry: Annotated[str, typer.Option(help="Model name ('moira list geometries') or HQ/HKV/D.")] = "llama-3.1-8b",
     page_size: Annotated[int, typer.Option(min=1, max=128, help="Tokens per page.")] = 64,
     kv_layout: Annotated[str, typer.Option(help="nhd (token-major) and/or hnd (head-major).")] = "nhd",
@@ -293,19 +297,23 @@ def bench_kernel(
         typer.Option(
             "--arms",
             "--baselines",
-            help="Comma-separated arms, or all. [GPU: moira,dense-torch, CPU: sparse-torch,dense-torch]",
+            help="Arms, comma-separated, or all. (default: moira,dense-torch; on a CPU sparse-torch,dense-torch)",
             autocompletion=_arm_names,
         ),
     ] = None,
     relative_to: Annotated[
-        str | None, typer.Option(help="Arm that the ratio column compares with. [first arm]")
+        str | None, typer.Option(help="Arm that the ratio column compares with. (default: first arm)")
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="graph (CUDA graph), eager or both. [GPU: graph, CPU: eager]")
+        str | None, typer.Option(help="graph (CUDA graph), eager or both. (default: graph on a GPU, eager on a CPU)")
     ] = None,
     l2: Annotated[str, typer.Option(help="cold (rotating buffers) or warm (one set).")] = "cold",
-    min_samples: Annotated[int | None, typer.Option(min=2, help="Samples at least. [GPU: 30, CPU: 15]")] = None,
-    min_time_ms: Annotated[float | None, typer.Option(min=0, help="Time spent sampling at least. [200]")] = None,
+    min_samples: Annotated[
+        int | None, typer.Option(min=2, help="Samples at least. (default: 30 on a GPU, 15 on a CPU)")
+    ] = None,
+    min_time_ms: Annotated[
+        float | None, typer.Option(min=0, help="Time spent sampling at least. (default: 200)")
+    ] = None,
     max_noise: Annotated[
         float, typer.Option(min=0, help="Sample until the median's 95% interval is within this percentage of it.")
     ] = 1.0,
@@ -318,7 +326,7 @@ def bench_kernel(
     strict: Annotated[bool, typer.Option("--strict", help="Exit 8 if a row is noisy, throttled or unsettled.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first cell that fails.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print cells, bytes and memory; run nothing.")] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="Folder for the results. [runs/<utc>_<commit>]")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder for the results. (default: runs/<utc>_<commit>)")] = None,
     resume: Annotated[Path | None, typer.Option(help="Finish the run in this folder with its own settings.")] = None,
     tag: Annotated[str | None, typer.Option(help="Added to the name of the run folder.")] = None,
     output_json: Annotated[

@@ -263,12 +263,14 @@ def compare(
         str, typer.Option("--baselines", "--arms", help="Live: arms, comma-separated, or all.")
     ] = "all",
     skip: Annotated[str, typer.Option(help="Live: arms to leave out.")] = "",
-    suite: Annotated[str | None, typer.Option(help="Live: table6, smoke, or FILE.toml with [[run]] tables.")] = None,
+    suite: Annotated[str | None, typer.Option(help="Live: table6, smoke, or a TOML file of run tables.")] = None,
     shape: Annotated[str | None, typer.Option(help="Live: shapes, comma-separated.")] = None,
     cv: Annotated[str | None, typer.Option(help="Live: spreads of synthetic lengths, comma-separated.")] = None,
     lists: Annotated[str | None, typer.Option(help="Live: real, synthetic or FILE.")] = None,
     launches: Annotated[int, typer.Option(min=1, help="Live: processes per arm.")] = 3,
-    relative_to: Annotated[str | None, typer.Option(help="Live: arm of the ratio column. [the fastest]")] = None,
+    relative_to: Annotated[
+        str | None, typer.Option(help="Live: arm of the ratio column. (default: the fastest)")
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Live: folder for the results.")] = None,
     threshold: Annotated[float, typer.Option(help="Saved: changes within this percentage are SAME.")] = 1.0,
     fail_on: Annotated[str | None, typer.Option(help="Saved: exit 7 on slower:PERCENT, e.g. slower:3%.")] = None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def print_recording(path: Path, recorded: RecordedLists) -> None:
     N, L, H = recorded.counts.shape
     console.print(
         f"{path}: {recorded.label}, {N} decode steps of {meta['documents']} documents x {L} layers x {H} KV heads, "
-        f"{meta['page_size']}-token pages, text: {meta['text']}" + ("" if meta["complete"] else " (not complete)")
+        f"{meta['page_size']}-token pages, text: {meta['text']}" + ("" if meta["complete"] else " (not complete)"),
+        markup=False,
     )
     summary = summarize(recorded)
     table = new_table("", "estimated", "oracle")
@@ -105,7 +107,7 @@ def print_run(document: dict[str, Any], to_stderr: bool = False, ranked: bool = 
         nominal = "" if first["cv_nominal"] is None else f"{first['cv_nominal']:g} -> "
         console.print(
             f"\n[bold]{shape['alias']}[/bold]  {shape['rows']} rows, {shape['pages_per_row']} pages of "
-            f"{shape['page_size']} tokens, {first['kv_layout']}; lists: {first['length_source']}, CV {nominal}"
+            f"{shape['page_size']} tokens, {first['kv_layout']}; lists: {escape(first['length_source'])}, CV {nominal}"
             f"{first['cv_measured']:.2f}, kept {first['kept_fraction']:.1%} ({first['kept_pages']:,} pages); "
             f"{_l2(first['l2_policy'])}"
         )

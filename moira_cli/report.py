@@ -138,7 +138,7 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or its run.json.")],
     output_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.MD,
     output: Annotated[
-        Path | None, typer.Option(help="File to write (png: one per picture, NAME-<picture>.png). [stdout]")
+        Path | None, typer.Option(help="File to write (png: one per picture, NAME-<picture>.png). (default: stdout)")
     ] = None,
 ) -> None:
     """Write a saved run as Markdown, CSV, JSON, a self-contained HTML page, or PNG pictures.

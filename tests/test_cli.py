@@ -336,5 +336,11 @@ def test_help_is_quick_and_completion_works():
     assert "bench" in done.stdout + done.stderr
 
 
+def test_help_keeps_what_stands_in_brackets():
+    text = " ".join(moira("bench", "kernel", "--help").stdout.replace("│", " ").split())
+    assert "(default: 32kx16 on a GPU, 8kx2 on a CPU)" in text
+    assert "(default: first arm)" in text
+
+
 def test_version():
     assert moira("--version").stdout.startswith("moira ")
