@@ -153,9 +153,12 @@ class Session:
     """Measures the cells of a run that are not there yet, writing each as it is done."""
 
     def __init__(self, config: Config, cells: list[Cell], run: Run, device: torch.device, busy: bool, progress: str):
+        import baselines
+
         self.config, self.cells, self.run, self.device, self.busy = config, cells, run, device, busy
         self.quiet = progress == "none" or (progress == "auto" and not sys.stderr.isatty())
         self.records = [self._record(cell) for cell in cells]
+        self.arms = baselines.describe()
 
     def _record(self, cell: Cell) -> dict[str, Any]:
         from moira_cli.records import cell_id
@@ -170,8 +173,8 @@ class Session:
             **cell.point.describe(),
         }
 
-    def measure_all(self, rule: StopRule, fail_fast: bool) -> bool:
-        """Measure what is missing; True if everything ran, False if Ctrl-C or --fail-fast stopped it."""
+    def measure_all(self, rule: StopRule, fail_fast: bool) -> str:
+        """Measure what is missing. The run's status: complete, failed (--fail-fast stopped it) or cancelled (Ctrl-C)."""
         from moira_cli.harness import build_case, measure
 
         done = {record["cell_id"] for record in self.run.cells}
@@ -195,15 +198,13 @@ class Session:
                     figures.setdefault("flags", []).append("B")
                 self.run.add({**record, **figures})
                 if fail_fast and figures["status"] not in ("ok", "skipped_unsupported"):
-                    return False
+                    return "failed"
         except KeyboardInterrupt:
-            return False
-        return True
+            return "cancelled"
+        return "complete"
 
     def _skip(self, cell: Cell) -> dict[str, Any] | None:
-        import baselines
-
-        missing = baselines.describe()[cell.arm].missing(self.device.type)
+        missing = self.arms[cell.arm].missing(self.device.type)
         if missing is None and cell.mode == "graph" and self.device.type != "cuda":
             missing = "needs a CUDA GPU for --mode graph"
         return missing and {"status": "skipped_unsupported", "reason": f"{cell.arm}: skipped - {missing}."}
@@ -358,7 +359,7 @@ def bench_kernel(
 
     from moira_cli import environment, render
     from moira_cli.environment import resolve_device
-    from moira_cli.records import Run, exit_code, header, new_run_folder, require_writable, warn
+    from moira_cli.records import Run, emit, exit_code, header, new_run_folder, require_writable, warn
     from moira_cli.timing import StopRule
 
     run = None
@@ -409,24 +410,16 @@ def bench_kernel(
 
     session = Session(config, cells, run, target, busy, progress)
     rule = StopRule(config.min_samples, config.min_time_ms, config.max_noise, config.timeout_s)
-    finished = session.measure_all(rule, fail_fast)
-    cancelled = not finished and not fail_fast
+    status = session.measure_all(rule, fail_fast)
     left = session.unfinished("stopped before it ran")
-    code = exit_code([*run.cells, *left], cancelled=cancelled, strict_flags=strict)
-    document = run.save("complete" if finished else "cancelled" if cancelled else "failed", code, left)
+    code = exit_code([*run.cells, *left], cancelled=status == "cancelled", strict_flags=strict)
+    document = run.save(status, code, left)
 
-    if output_json == "-":
-        from moira_cli.records import dumps
-
-        print(dumps(document, indent=1))
-    elif output_json is not None:
-        from moira_cli.records import dumps, write_atomically
-
-        write_atomically(Path(output_json), dumps(document, indent=1) + "\n")
+    emit(document, output_json)
     render.print_run(document, to_stderr=output_json == "-")
     for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] != "ok"):
         warn(reason)
-    if not finished:
+    if status != "complete":
         warn(
             f"Stopped after {len(run.cells)}/{len(cells)} cells. Results saved. "
             f"Continue: moira bench kernel --resume {run.folder}"

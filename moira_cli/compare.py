@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moira_cli.errors import CliError, ExitCode, unknown
+from moira_cli.records import plan_us
 from moira_cli.shapes import PAPER_SHAPES, split_list
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def merge_launches(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
         plan = cell["timing"]["plan"]
         for part in [name for name in plan if name.endswith("_us")]:
             plan[part] = float(np.median([each["timing"]["plan"][part] for each in cells]))
-        cell["timing"]["total_us"] = median + sum(value for name, value in plan.items() if name.endswith("_us"))
+        cell["timing"]["total_us"] = median + plan_us(cell)
         for work in ("useful", "moved"):
             cell["work"][f"{work}_tbps"] = cell["work"][f"{work}_bytes"] / median / 1e6
         if cell["work"]["read_us"] is not None:
@@ -146,11 +147,10 @@ def verdict(a: dict[str, Any], b: dict[str, Any], threshold_pct: float) -> dict[
         why = "; ".join(f"{name}: {c['status']}" for name, c in (("A", a), ("B", b)) if c["status"] != "ok")
         return {"verdict": "NO TIME", "delta_pct": None, "interval_pct": None, "why": why}
     ours, theirs = launch_samples(a), launch_samples(b)
-    plans = [sum(v for k, v in cell["timing"]["plan"].items() if k.endswith("_us")) for cell in (a, b)]
     delta = 100 * (b["timing"]["total_us"] / a["timing"]["total_us"] - 1)
     if ours == theirs:
         return {"verdict": "SAME", "delta_pct": 0.0, "interval_pct": [0.0, 0.0], "why": "the same samples"}
-    ratios = (bootstrap_medians(theirs, seed=1) + plans[1]) / (bootstrap_medians(ours, seed=2) + plans[0])
+    ratios = (bootstrap_medians(theirs, seed=1) + plan_us(b)) / (bootstrap_medians(ours, seed=2) + plan_us(a))
     low, high = (float(x) for x in 100 * (np.percentile(ratios, (2.5, 97.5)) - 1))
     if low > threshold_pct:
         word, why = "SLOWER", f"the whole interval is above +{threshold_pct:g}%"
@@ -303,18 +303,10 @@ def compare(
         _live(options, baselines, skip, launches, relative_to, run_dir, output_json, progress)
 
 
-def _emit(document: dict[str, Any], output_json: str | None) -> None:
-    from moira_cli.records import dumps, write_atomically
-
-    if output_json == "-":
-        print(dumps(document, indent=1))
-    elif output_json is not None:
-        write_atomically(Path(output_json), dumps(document, indent=1) + "\n")
-
-
 def _saved(
     paths: list[Path], threshold: float, limit: float | None, allow_unlike: bool, output_json: str | None
 ) -> None:
+    from moira_cli.records import emit
     from moira_cli.render import print_verdicts
 
     result = compare_saved(paths, threshold, allow_unlike)
@@ -322,7 +314,7 @@ def _saved(
         row for row in result["rows"] if limit is not None and row["verdict"] == "SLOWER" and row["delta_pct"] >= limit
     ]
     result["tripped"] = len(tripped)
-    _emit(result, output_json)
+    emit(result, output_json)
     print_verdicts(result, to_stderr=output_json == "-")
     if tripped:
         print(f"moira: {len(tripped)} cells are slower by {limit:g}% or more.", file=sys.stderr)
@@ -361,7 +353,7 @@ def _live(
     run = records.Run(folder, head, cells)
     code = records.exit_code(cells)
     document = run.save("complete", code)
-    _emit(document, output_json)
+    records.emit(document, output_json)
     print_run(document, to_stderr=output_json == "-", ranked=True)
     for reason in dict.fromkeys(cell["reason"] for cell in cells if cell["status"] != "ok"):
         records.warn(reason)

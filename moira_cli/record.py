@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moira_cli.lists import RecordedLists
+    from moira_cli.recorder import StepRecord
 
 STDLIB_TEXT = "python-topics"
 SAMPLE_EVERY = 4
@@ -41,59 +42,62 @@ class Recording:
     def __init__(self, meta: dict[str, Any], earlier: RecordedLists | None = None):
         self.meta = meta
         self.earlier = earlier
-        self.document: list[int] = []
-        self.keep: list[np.ndarray] = []
-        self.oracle_counts: list[np.ndarray] = []
-        self.covered: list[np.ndarray] = []
-        self.sample: list[tuple[int, int, int]] = []
-        self.log_mass: list[np.ndarray] = []
+        # One entry a step, so that Ctrl-C between two statements never leaves half of one.
+        self.steps: list[tuple[int, StepRecord]] = []
 
-    def add(self, document: int, step: Any) -> None:
-        """Note one ``recorder.StepRecord``."""
-        import numpy as np
-
-        self.document.append(document)
-        self.keep.append(np.stack(step.keep))
-        self.oracle_counts.append(np.stack(step.oracle_counts))
-        self.covered.append(np.stack(step.covered))
-        number = len(self) - 1
-        if number % SAMPLE_EVERY == 0:
-            # Another (layer, KV head) each time: the stride is prime, so every one comes up in turn.
-            layer, head = divmod(number // SAMPLE_EVERY * 37 % self.keep[-1][..., 0].size, self.keep[-1].shape[1])
-            self.sample.append((number, layer, head))
-            self.log_mass.append(step.log_mass[layer][head])
+    def add(self, document: int, step: StepRecord) -> None:
+        """Note one decode step of a document."""
+        self.steps.append((document, step))
 
     def __len__(self) -> int:
-        return len(self.document) + (len(self.earlier.document) if self.earlier else 0)
+        return len(self.steps) + (len(self.earlier.document) if self.earlier else 0)
 
     def lists(self, complete: bool) -> RecordedLists:
         """All steps as one recording; ``complete`` says whether every document is in it."""
-        import numpy as np
-
         from moira_cli.lists import RecordedLists
 
+        arrays = {} if self.earlier is None else {name: getattr(self.earlier, name) for name in self._names()}
+        if self.steps:
+            import numpy as np
+
+            new = self._arrays(first=len(self) - len(self.steps))
+            arrays = {name: np.concatenate([arrays[name], new[name]]) if arrays else new[name] for name in new}
+        return RecordedLists({**self.meta, "complete": complete}, **arrays)
+
+    @staticmethod
+    def _names() -> list[str]:
+        from moira_cli.lists import ARRAYS
+
+        return [name for name in ARRAYS if name != "meta"]
+
+    def _arrays(self, first: int) -> dict[str, np.ndarray]:
+        """The new steps, numbered from ``first``, in the file's arrays."""
+        import numpy as np
+
         width = -(-self.meta["context_tokens"] // self.meta["page_size"])
-        padded = [np.pad(keep, ((0, 0), (0, 0), (0, width - keep.shape[-1]))) for keep in self.keep]
         group = self.meta["geometry"][0] // self.meta["geometry"][1]
-        log_mass = np.full((len(self.log_mass), group, width), -np.inf, np.float16)
-        for row, masses in zip(log_mass, self.log_mass, strict=True):
-            row[:, : masses.shape[-1]] = masses
-        new = {
-            "document": np.array(self.document, np.uint16),
-            "num_pages": np.array([keep.shape[-1] for keep in self.keep], np.uint16),
-            "kept": np.packbits(np.stack(padded), axis=-1, bitorder="little") if padded else None,
-            "counts": np.stack([keep.sum(-1) for keep in self.keep]).astype(np.uint16) if padded else None,
-            "oracle_counts": np.stack(self.oracle_counts).astype(np.uint16) if padded else None,
-            "covered": np.stack(self.covered).astype(np.float16) if padded else None,
-            "sample": np.array(self.sample, np.uint16).reshape(-1, 3),
-            "log_mass": log_mass,
+        keep = [np.stack(step.keep) for _, step in self.steps]
+        padded = [np.pad(k, ((0, 0), (0, 0), (0, width - k.shape[-1]))) for k in keep]
+        sample, log_mass = [], []
+        for number, (_, step) in enumerate(self.steps, first):
+            if number % SAMPLE_EVERY == 0:
+                # Another (layer, KV head) each time: the stride is prime, so every one comes up in turn.
+                layers, heads = len(step.keep), len(step.keep[0])
+                layer, head = divmod(number // SAMPLE_EVERY * 37 % (layers * heads), heads)
+                sample.append((number, layer, head))
+                row = np.full((group, width), -np.inf, np.float16)
+                row[:, : step.log_mass[layer].shape[-1]] = step.log_mass[layer][head]
+                log_mass.append(row)
+        return {
+            "document": np.array([document for document, _ in self.steps], np.uint16),
+            "num_pages": np.array([k.shape[-1] for k in keep], np.uint16),
+            "kept": np.packbits(np.stack(padded), axis=-1, bitorder="little"),
+            "counts": np.stack([k.sum(-1) for k in keep]).astype(np.uint16),
+            "oracle_counts": np.stack([np.stack(step.oracle_counts) for _, step in self.steps]).astype(np.uint16),
+            "covered": np.stack([np.stack(step.covered) for _, step in self.steps]).astype(np.float16),
+            "sample": np.array(sample, np.uint16).reshape(-1, 3),
+            "log_mass": np.array(log_mass, np.float16).reshape(-1, group, width),
         }
-        if self.earlier is not None:
-            new = {
-                name: old if not padded else np.concatenate([old, new[name]])
-                for name, old in ((name, getattr(self.earlier, name)) for name in new)
-            }
-        return RecordedLists({**self.meta, "complete": complete}, **new)
 
 
 # What must agree for a recording to be continued: everything but how far it got and who asked.
@@ -235,7 +239,8 @@ def record(
                 for step in recorder.decode(tokens[index].to(target), steps):
                     recording.add(index, step)
                     progress.update(task, advance=1, description=f"document {index + 1}/{documents}: decode")
-                recording.lists(complete=False).save(output)
+                if index < documents - 1:  # the last is written below, with all of them
+                    recording.lists(complete=False).save(output)
         complete = True
     except KeyboardInterrupt:
         pass

@@ -6,7 +6,8 @@ A run is a folder:
     cells.jsonl     one finished cell a line, appended and flushed to the disk as it is measured
 
 A cell is one arm at one point of the grid. It has a ``cell_id`` (hash of what was measured, with which code, on which
-hardware and libraries), a ``status`` and, unless that is ok, a ``reason``. After a crash cells.jsonl holds every
+hardware and libraries), a ``status`` (ok, skipped_unsupported, oom, capture_failed, wrong_result, error or cancelled)
+and, unless that is ok, a ``reason``. After a crash cells.jsonl holds every
 finished cell; a last line cut short is dropped.
 """
 
@@ -27,15 +28,6 @@ from typing import Any
 from moira_cli.errors import CliError, ExitCode
 
 SCHEMA_VERSION = 1
-STATUSES = (
-    "ok",
-    "skipped_unsupported",
-    "oom",
-    "capture_failed",
-    "wrong_result",
-    "error",
-    "cancelled",
-)
 
 
 def utc_now() -> str:
@@ -223,6 +215,20 @@ def new_run_folder(tag: str | None, tool: dict[str, Any]) -> Path:
         serial += 1
         folder = folder.with_name(f"{folder.name.split('+')[0]}+{serial}")
     return folder
+
+
+def emit(document: dict[str, Any], target: str | None) -> None:
+    """Write a document as strict JSON to a file, to stdout ('-') or nowhere (None)."""
+    text = dumps(document, indent=1)
+    if target == "-":
+        print(text)
+    elif target is not None:
+        write_atomically(Path(target), text + "\n")
+
+
+def plan_us(cell: dict[str, Any]) -> float:
+    """Host plan of a measured cell: the sum of its parts."""
+    return sum(value for name, value in cell["timing"]["plan"].items() if name.endswith("_us"))
 
 
 def warn(message: str) -> None:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moira_cli.records import plan_us
+
 if TYPE_CHECKING:
     from moira_cli.lists import RecordedLists
 
@@ -157,7 +159,7 @@ def _arms_table(cells: list[dict[str, Any]], clock: str, relative_to: str | None
         t, work, check = cell["timing"], cell["work"], cell["check"]
         time = t[f"{clock}_us"]
         low, high = time["ci95"]
-        plan = sum(value for key, value in t["plan"].items() if key.endswith("_us"))
+        plan = plan_us(cell)
         ratio = base.get(cell["mode"])
         table.add_row(
             name + (" *" if cell is fastest and len(ok) > 1 else ""),

@@ -14,6 +14,7 @@ import typer
 
 from moira_cli.compare import clock_of, load_run
 from moira_cli.errors import CliError
+from moira_cli.records import dumps, plan_us, require_writable, write_atomically
 
 
 class Format(StrEnum):
@@ -65,8 +66,7 @@ def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
         if cell["status"] == "ok":
             timing, work, time = cell["timing"], cell["work"], cell["timing"][clock_of(cell)]
             row |= {"time_us": time["median"], "ci_low_us": time["ci95"][0], "ci_high_us": time["ci95"][1]}
-            row["plan_us"] = sum(value for name, value in timing["plan"].items() if name.endswith("_us"))
-            row |= {"total_us": timing["total_us"], "useful_tbps": work["useful_tbps"]}
+            row |= {"plan_us": plan_us(cell), "total_us": timing["total_us"], "useful_tbps": work["useful_tbps"]}
             row["sol_pct"] = work["sol_pct"]
             row["moved_over_useful"] = work["moved_bytes"] / work["useful_bytes"]
             row |= {"max_abs": cell["check"].get("max_abs"), "flags": "".join(cell["flags"])}
@@ -145,8 +145,6 @@ def report(
 
     Pictures: time against CV per shape, time against rows, and the pages of each thread block.
     """
-    from moira_cli.records import dumps, require_writable, write_atomically
-
     document = load_run(run)
     if output is not None:
         require_writable(output, "--output")

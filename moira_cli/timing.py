@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -93,7 +94,7 @@ def calls_per_pass(rotations: int, call_us: float) -> int:
     return math.ceil(wanted / rotations) * rotations
 
 
-class Timer:
+class Timer(ABC):
     """Takes samples of ``call(i)``, which runs one call on buffer set i, for i = 0 .. rotations - 1."""
 
     def __init__(self, call: Callable[[int], None], rotations: int, calls: int):
@@ -106,9 +107,9 @@ class Timer:
         for i in range(self.calls):
             self.call(i % self.rotations)
 
+    @abstractmethod
     def batch_us(self) -> list[float]:
         """Samples of a few passes."""
-        raise NotImplementedError
 
     def sample(self, rule: StopRule) -> Samples:
         """Warm up until two successive batches agree, then sample until ``rule`` is met."""

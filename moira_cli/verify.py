@@ -6,7 +6,6 @@ cases; this is the short proof that the kernels are right where they will be mea
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -65,17 +64,15 @@ class Verification:
 
     def summary(self) -> Check:
         """Mean and variance against float32, in bf16 roundings of the value."""
-        import torch
-
         from moira_kernels.summary import PageSummaries, update_reference
+        from moira_kernels.testing import bf16_ulp
 
         want = PageSummaries.allocate(self.kv)
         update_reference(want, self.kv, self.full.long())
         worst = 0.0
         for name in ("mean", "variance"):
             got, ref = (getattr(s, name)[self.full.long()].float() for s in (self.layer.summaries, want))
-            ulp = torch.finfo(torch.bfloat16).eps * ref.abs().clamp(min=1e-6)
-            worst = max(worst, ((got - ref).abs() / ulp).max().item())
+            worst = max(worst, ((got - ref).abs() / bf16_ulp(ref)).max().item())
         return Check("summary: mean, variance against float32", f"{worst:.2f} bf16 ulp", "1 bf16 ulp", worst <= 1)
 
     def estimate(self) -> Check:
@@ -164,15 +161,13 @@ class Verification:
 
     def dense(self) -> Check:
         """gamma = 1 keeps every page: dense attention within one bf16 ulp of the largest output."""
-        import torch
-
         import baselines
         from moira_kernels import attention
-        from moira_kernels.testing import max_abs_error
+        from moira_kernels.testing import bf16_ulp, max_abs_error
 
         out = self.layer.run(self.q, self.kv, gamma=1.0)
         truth, _ = attention.reference(self.q, self.kv, baselines.all_pages(self.kv))
-        error = max_abs_error(out, truth) / (torch.finfo(torch.bfloat16).eps * truth.abs().max().item())
+        error = max_abs_error(out, truth) / bf16_ulp(truth.abs().max()).item()
         return Check("gamma 1 against dense float32 PyTorch", f"{error:.2f} bf16 ulp", "1 bf16 ulp", error <= 1)
 
     def repeats(self, times: int = 10) -> Check:
@@ -189,6 +184,7 @@ class Verification:
 
         from moira_kernels import PagedKV
         from moira_kernels.pipeline import DecodeLayer
+        from moira_kernels.testing import bf16_ulp
 
         together = self.layer.run(self.q, self.kv, gamma=0.95).clone()
         lengths = self.layer.pages.lengths.clone()
@@ -199,12 +195,12 @@ class Verification:
             alone = DecodeLayer.allocate(kv, self.geometry.num_q_heads)
             alone.prefill(kv, self.full)
             out = alone.run(self.q[b : b + 1], kv, gamma=0.95)
-            heads = itertools.product([0], range(kv.num_kv_heads))
             same += torch.equal(alone.pages.lengths[0], lengths[b]) and all(
-                torch.equal(alone.pages.page_ids[0, h, : lengths[b, h]], ids[b, h, : lengths[b, h]]) for _, h in heads
+                torch.equal(alone.pages.page_ids[0, h, : lengths[b, h]], ids[b, h, : lengths[b, h]])
+                for h in range(kv.num_kv_heads)
             )
             worst = max(worst, (out.float() - together[b : b + 1].float()).abs().max().item())
-        ulp = torch.finfo(torch.bfloat16).eps * together.float().abs().max().item()
+        ulp = bf16_ulp(together.abs().max()).item()
         rows = self.kv.batch
         yield Check("lists of a request alone and in the batch", f"{same}/{rows} equal", f"{rows}/{rows}", same == rows)
         yield Check(

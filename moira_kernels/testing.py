@@ -91,12 +91,18 @@ def poison(kv: PagedKV, pages: RaggedPages, value: float = float("nan")) -> None
 
 
 def tolerance(reference_fp32: torch.Tensor, reference_low: torch.Tensor) -> float:
-    """Largest allowed |out - reference|: twice what PyTorch loses in the low precision, plus two of its ulps at the
+    """Largest allowed |out - reference|: twice what PyTorch loses in the low precision, plus twice its eps times the
     largest value (the tolerance law of the FlashAttention tests).
     """
     loss = (reference_low.float() - reference_fp32).abs().max().item()
-    ulp = torch.finfo(reference_low.dtype).eps * max(reference_fp32.abs().max().item(), 1e-3)
-    return 2 * loss + 2 * ulp
+    eps = torch.finfo(reference_low.dtype).eps * max(reference_fp32.abs().max().item(), 1e-3)
+    return 2 * loss + 2 * eps
+
+
+def bf16_ulp(value: torch.Tensor) -> torch.Tensor:
+    """Distance of neighbouring bf16 numbers at ``value`` (float32): 2^(floor(log2 |value|) - 7)."""
+    exponent = torch.frexp(value.float().abs().clamp(min=1e-30)).exponent - 1
+    return torch.ldexp(torch.ones_like(value, dtype=torch.float32), exponent - 7)
 
 
 def max_abs_error(out: torch.Tensor, reference_fp32: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moira_kernels import PagedKV, RaggedPages, UnsupportedError, Workspace, attend, attention, selection
-from moira_kernels.testing import Geometry, assert_close, make_case, max_abs_error, poison
+from moira_kernels.testing import Geometry, assert_close, bf16_ulp, make_case, max_abs_error, poison
 
 BLOCKS = {"balanced": 7, "eq4": 4}
 """Thread blocks (of the grid, per row) in most tests: few, since the interpreter runs them one after another."""
@@ -334,5 +334,4 @@ def test_rows_agree_across_batches_n1():
         part = PagedKV(kv.k, kv.v, kv.block_table[:batch], kv.seq_lens[:batch])
         lists = RaggedPages(pages.page_ids[:batch], pages.lengths[:batch], pages.last_page_len[:batch])
         got = attend(q[:batch].contiguous(), part, lists)
-        ulp = torch.finfo(torch.bfloat16).eps * want.abs().max().item()
-        assert max_abs_error(got, want[:batch].float()) <= ulp
+        assert max_abs_error(got, want[:batch].float()) <= bf16_ulp(want.abs().max()).item()

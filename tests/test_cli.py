@@ -266,8 +266,9 @@ def test_kill_and_resume_give_the_cells_of_an_undisturbed_run(tmp_path):
     assert (tmp_path / "killed" / "cells.jsonl").read_text() == again
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path):
-    process = start("--run-dir", "stopped", "--output-json", "out.json")
+@pytest.mark.parametrize("more", [[], ["--fail-fast"]])
+def test_ctrl_c_keeps_what_was_measured(tmp_path, more):
+    process = start("--run-dir", "stopped", "--output-json", "out.json", *more)
     wait_for_cells(tmp_path / "stopped" / "cells.jsonl", 2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)

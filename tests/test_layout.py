@@ -3,7 +3,7 @@ import torch
 
 from moira_kernels import PagedKV, RaggedPages
 from moira_kernels.layout import check_attention_arguments
-from moira_kernels.testing import Geometry, make_case
+from moira_kernels.testing import Geometry, bf16_ulp, make_case
 
 GEOMETRY = Geometry(8, 2, 16)
 
@@ -42,6 +42,11 @@ def test_messages_name_what_was_expected():
         check_attention_arguments(q.float(), kv, pages)
     with pytest.raises(ValueError, match="q heads: expected a positive multiple of KV heads = 2, got 7"):
         check_attention_arguments(q[:, :7], kv, pages)
+
+
+def test_bf16_ulp_is_the_distance_to_the_next_number():
+    values = torch.tensor([1.0, 1.5, 1.99, 2.0, 0.26, 300.0])
+    assert bf16_ulp(values).tolist() == [2**-7, 2**-7, 2**-7, 2**-6, 2**-9, 2.0]
 
 
 def test_quantised_caches_are_refused_e6():
