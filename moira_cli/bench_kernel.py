@@ -174,7 +174,7 @@ class Session:
         }
 
     def measure_all(self, rule: StopRule, fail_fast: bool) -> str:
-        """Measure what is missing. The run's status: complete, failed (--fail-fast stopped it) or cancelled (Ctrl-C)."""
+        """Measure what is missing; the run's status: complete, failed (--fail-fast) or cancelled (Ctrl-C)."""
         from moira_cli.harness import build_case, measure
 
         done = {record["cell_id"] for record in self.run.cells}

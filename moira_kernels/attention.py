@@ -360,8 +360,8 @@ def _attend_balanced_kernel(
             )
         row_begin = row_end
         row += 1
-    # The last row, if it begins here and goes on: where its pieces are. Worked out after the loop from what the loop
-    # carries anyway: Triton 3.6 returns a stale value for a variable that copies another loop-carried one.
+    # The last row, if it begins here and goes on: where its pieces are. Worked out after the loop: kept in variables of
+    # their own inside it, the row and its pieces came out wrong under Triton 3.6 (right in the interpreter).
     last_row = row - 1
     first_tile = row_begin - tl.maximum(tl.cdiv(tl.load(lengths_ptr + last_row) * PAGE_SIZE, TILE), 1)
     cut = (start < stop) & (first_tile >= start) & (row_begin > stop)
