@@ -467,6 +467,11 @@ def resident_blocks(head_dim: int, device: torch.device) -> int:
     return shape.blocks_per_multiprocessor * properties.multi_processor_count
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; one in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def require_supported_sizes(device: torch.device, group: int, kv: PagedKV) -> None:
     """Raise ``UnsupportedError`` for a device, or for ``group`` query heads per list or a cache, outside the limits."""
     if device.type != "cuda" and not INTERPRETED:

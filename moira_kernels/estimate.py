@@ -19,14 +19,18 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from moira_kernels.attention import INTERPRETED, require_supported_sizes
+from moira_kernels.attention import INTERPRETED, multiprocessors, require_supported_sizes
 from moira_kernels.checks import require_divisible, require_tensor
 from moira_kernels.layout import PagedKV
-from moira_kernels.summary import PageSummaries, summarize_page
+from moira_kernels.merge import use_pdl
+from moira_kernels.summary import PageSummaries, summarize_page, tile_tokens
 
-TILE_PAGES = 64
-"""Inner pages that one thread block of Estimate takes."""
+TILE_PAGES = 32
+"""Inner pages per iteration of Estimate."""
+BLOCKS_PER_MULTIPROCESSOR = 6
+NUM_WARPS = 2
 
 
 def mvar_log_mass(
@@ -96,16 +100,12 @@ def exact_reference(q: torch.Tensor, kv: PagedKV, scale: float | None = None) ->
 
 
 @triton.jit
-def _split_dot(x, y, INTERPRETED: tl.constexpr):
-    """x [M, K] float32 times y [N, K] bf16 transposed, to about float32 precision on bf16 matrix units: x is split into
-    two bf16 terms, since one bf16 (or TF32) operand would move masses by a percent.
-    """
-    if INTERPRETED:
-        result = tl.dot(x, tl.trans(y.to(tl.float32)), input_precision="ieee")
+def _dot(q, x, INTERPRETED: tl.constexpr):
+    """q [M, K] times x [N, K] transposed, float32 sums of exact products."""
+    if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 operands
+        result = tl.dot(q.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
     else:
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        result = tl.dot(high, tl.trans(y)) + tl.dot(low, tl.trans(y))
+        result = tl.dot(q, tl.trans(x), input_precision="ieee")
     return result
 
 
@@ -125,77 +125,97 @@ def _estimate_kernel(
     stride_k_page,
     stride_k_head,
     stride_k_token,
+    stride_summary_page,
+    stride_summary_head,
     stride_table_batch,
-    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    TILE_S: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    if PDL:  # Select may start: it waits for this kernel's results
+        gdc_launch_dependents()
     LN2: tl.constexpr = 0.6931471805599453
-    scale_log2 = scale * 1.4426950408889634
+    head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(2)
-    part = tl.program_id(0)  # 0: first page, 1: current page, then tiles of inner pages
+    part = tl.program_id(2)  # 0: first page, 1: current page, then equal runs of the pages
+    table = block_table_ptr + batch * stride_table_batch
     seq_len = tl.load(seq_lens_ptr + batch)
     num_pages = tl.cdiv(seq_len, PAGE_SIZE)
-    first = (part - 2) * TILE
-    if first >= num_pages - 1:
-        return
-    if num_pages <= tl.where(part == 1, 1, 0):  # a one-page row is covered by its first page, an empty row by nobody
-        return
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    q_row = q_ptr + batch * stride_q_batch + head * GROUP * stride_q_head
+    t = tl.arange(0, TILE)
     q = tl.load(
-        q_row + g[:, None] * stride_q_head + d[None, :],
+        q_ptr + batch * stride_q_batch + (head * GROUP + g[:, None]) * stride_q_head + d[None, :],
         mask=(g[:, None] < GROUP) & (d[None, :] < HEAD_DIM),
         other=0.0,
     )
-    table = block_table_ptr + batch * stride_table_batch
-    out = log_mass_ptr + (batch * NUM_KV_HEADS + head) * GROUP * max_pages + g[:, None].to(tl.int64) * max_pages
+    out = log_mass_ptr + ((batch * tl.num_programs(0) + head) * GROUP + g[:, None]) * max_pages
     if part < 2:
-        index = tl.where(part == 0, 0, num_pages - 1)
-        page = tl.load(table + index).to(tl.int64)
-        key = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
-        s = tl.arange(0, BLOCK_S)
-        tokens = tl.minimum(seq_len - index * PAGE_SIZE, PAGE_SIZE)
-        k = tl.load(
-            key + s[:, None] * stride_k_token + d[None, :],
-            mask=(s[:, None] < tokens) & (d[None, :] < HEAD_DIM),
-            other=0.0,
-        )
-        if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 operands
-            logits = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee") * scale_log2
-        else:
-            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        logits = tl.where(s[None, :] < tokens, logits, -float("inf"))
-        largest = tl.max(logits, 1)
-        mass = tl.sum(tl.exp2(logits - largest[:, None]), 1)
-        exact = (largest + tl.log2(mass)) * LN2
-        tl.store(out + index, exact[:, None], mask=g[:, None] < GROUP)
-        # Also for a row of one page, whose first page is its current page.
-        if (index == num_pages - 1) & (tokens == PAGE_SIZE):
-            summary = (page * NUM_KV_HEADS + head) * HEAD_DIM
-            summarize_page(
-                key, mean_ptr + summary, variance_ptr + summary, stride_k_token, PAGE_SIZE, HEAD_DIM, BLOCK_S, BLOCK_D
+        # A row of one page is covered by its first page, an empty row by nobody.
+        if num_pages > part:
+            index = tl.where(part == 0, 0, num_pages - 1)
+            page = tl.load(table + index).to(tl.int64)
+            key = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
+            tokens = tl.minimum(seq_len - index * PAGE_SIZE, PAGE_SIZE)
+            s = tl.arange(0, BLOCK_S)
+            k = tl.load(
+                key + s[:, None] * stride_k_token + d[None, :],
+                mask=(s[:, None] < tokens) & (d[None, :] < HEAD_DIM),
+                other=0.0,
             )
+            logits = _dot(q, k, INTERPRETED) * (scale * 1.4426950408889634)
+            logits = tl.where(s[None, :] < tokens, logits, -float("inf"))
+            largest = tl.max(logits, 1)
+            mass = tl.sum(tl.exp2(logits - largest[:, None]), 1)
+            exact = (largest + tl.log2(mass)) * LN2
+            tl.store(out + index, exact[:, None], mask=g[:, None] < GROUP)
+            # Also for a row of one page, whose first page is its current page.
+            if (index == num_pages - 1) & (tokens == PAGE_SIZE):
+                summary = page * stride_summary_page + head * stride_summary_head
+                summarize_page(
+                    key,
+                    mean_ptr + summary,
+                    variance_ptr + summary,
+                    stride_k_token,
+                    PAGE_SIZE,
+                    HEAD_DIM,
+                    TILE_S,
+                    BLOCK_D,
+                )
     else:
-        p = first + tl.arange(0, TILE)
-        inner = (p > 0) & (p < num_pages - 1)
-        pages = tl.load(table + p, mask=inner, other=0).to(tl.int64)
-        offset = ((pages * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
-        mask = inner[:, None] & (d[None, :] < HEAD_DIM)
-        mean = tl.load(mean_ptr + offset, mask=mask, other=0.0)
-        variance = tl.load(variance_ptr + offset, mask=mask, other=0.0)
-        scaled = q.to(tl.float32) * scale
-        log_mass = _split_dot(scaled, mean, INTERPRETED) + _split_dot(0.5 * scaled * scaled, variance, INTERPRETED)
-        log_mass += tl.log2(tl.full([1, 1], PAGE_SIZE, tl.float32)) * LN2
-        tl.store(out + p[None, :], log_mass, mask=(g[:, None] < GROUP) & inner[None, :])
+        # The square of a bf16 has 16 bits: as a sum of two bf16 it is exact, so all products are.
+        squared = q.to(tl.float32) * q.to(tl.float32)
+        high = squared.to(tl.bfloat16)
+        low = (squared - high.to(tl.float32)).to(tl.bfloat16)
+        log_size = tl.log2(tl.full([1, 1], PAGE_SIZE, tl.float32)) * LN2
+        run = tl.cdiv(num_pages, (tl.num_programs(2) - 2) * TILE) * TILE
+        begin = (part - 2) * run
+        for first in range(begin, tl.minimum(begin + run, num_pages - 1), TILE):
+            p = first + t
+            inner = (p > 0) & (p < num_pages - 1)
+            pages = tl.load(table + p, mask=inner, other=0).to(tl.int64)
+            offset = (pages * stride_summary_page)[:, None] + head * stride_summary_head + d[None, :]
+            mask = inner[:, None] if HEAD_DIM == BLOCK_D else inner[:, None] & (d[None, :] < HEAD_DIM)
+            mean = tl.load(mean_ptr + offset, mask=mask, other=0.0)
+            variance = tl.load(variance_ptr + offset, mask=mask, other=0.0)
+            spread = _dot(high, variance, INTERPRETED) + _dot(low, variance, INTERPRETED)
+            log_mass = scale * _dot(q, mean, INTERPRETED) + (0.5 * scale * scale) * spread + log_size
+            tl.store(out + p[None, :], log_mass, mask=(g[:, None] < GROUP) & inner[None, :])
+
+
+def parts_per_row(rows: int, max_pages: int, multiprocessors: int) -> int:
+    """Thread blocks that share a row's inner pages: with the two for its exact pages, as many as stay resident on the
+    device together, and no more than the row has tiles.
+    """
+    resident = BLOCKS_PER_MULTIPROCESSOR * multiprocessors // rows - 2
+    return max(1, min(resident, triton.cdiv(max_pages, TILE_PAGES)))
 
 
 def launch(
@@ -209,7 +229,8 @@ def launch(
     require_tensor("summaries.mean", summaries.mean, (kv.k.shape[0], kv.num_kv_heads, kv.head_dim), torch.bfloat16)
     group = q.shape[1] // kv.num_kv_heads
     require_supported_sizes(q.device, group, kv)
-    _estimate_kernel[(2 + triton.cdiv(kv.max_pages, TILE_PAGES), kv.batch, kv.num_kv_heads)](
+    parts = parts_per_row(kv.batch * kv.num_kv_heads, kv.max_pages, multiprocessors(q.device))
+    _estimate_kernel[(kv.num_kv_heads, kv.batch, 2 + parts)](
         q,
         kv.k,
         summaries.mean,
@@ -221,15 +242,18 @@ def launch(
         kv.max_pages,
         *q.stride()[:2],
         *kv.k.stride()[:3],
+        *summaries.mean.stride()[:2],
         kv.block_table.stride(0),
-        NUM_KV_HEADS=kv.num_kv_heads,
         GROUP=group,
         BLOCK_G=16,
         HEAD_DIM=kv.head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
         PAGE_SIZE=kv.page_size,
         BLOCK_S=max(16, triton.next_power_of_2(kv.page_size)),
+        TILE_S=tile_tokens(kv.page_size),
         TILE=TILE_PAGES,
+        PDL=use_pdl(q.device),
         INTERPRETED=INTERPRETED,
-        num_warps=4,
+        num_warps=NUM_WARPS,
+        num_stages=3,
     )

@@ -17,6 +17,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 LN2 = tl.constexpr(0.6931471805599453)
+MAX_VALUES = 16384
+"""Float32 values of partials that a merging thread block holds at once: 64 registers of 8 warps."""
 
 
 def reference(partials: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,43 +60,111 @@ def block_of(unit, total, blocks):
 
 
 @triton.jit
+def _add_pieces(
+    running_max,  # [BLOCK_G]
+    total,
+    acc,  # [BLOCK_G, BLOCK_D]
+    partial_ptr,
+    partial_lse_ptr,
+    first,
+    pieces,
+    first_slot,
+    second_slot,
+    slot_step,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Fold pieces first .. first + TILE - 1 into the running maximum, sum of weights and weighted sum."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    j = first + tl.arange(0, TILE)
+    slot = tl.where(j == 0, first_slot, second_slot + (j - 1) * slot_step)
+    head = slot[:, None] * GROUP + g[None, :]
+    listed = (j < pieces)[:, None] & (g[None, :] < GROUP)
+    lse = tl.load(partial_lse_ptr + head, mask=listed, other=-float("inf"))
+    partial = tl.load(
+        partial_ptr + head[:, :, None] * HEAD_DIM + d[None, None, :],
+        mask=listed[:, :, None] & (d[None, None, :] < HEAD_DIM),
+        other=0.0,
+    )
+    partial = tl.where((lse > -float("inf"))[:, :, None], partial, 0.0)
+    new_max = tl.maximum(running_max, tl.max(lse, 0))
+    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weight = tl.exp2(lse - safe_max[None, :])
+    correction = tl.exp2(running_max - safe_max)
+    total = total * correction + tl.sum(weight, 0)
+    acc = acc * correction[:, None] + tl.sum(weight[:, :, None] * partial, 0)
+    return new_max, total, acc
+
+
+@triton.jit
 def _merge_pieces(
-    partial_ptr,  # of this row's first piece and this query head
+    partial_ptr,
     partial_lse_ptr,
     first_slot,  # slot of piece 0; piece j > 0 is in slot second_slot + (j - 1) * slot_step
     second_slot,
     slot_step,
     pieces,
+    out_ptr,  # of the row's first query head
+    lse_ptr,
+    stride_out_head,
     GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(output [BLOCK_D], LSE in base 2) of ``pieces`` partials, always in the order of j."""
+    """Write a row from its ``pieces`` partials, TILE at a time, always in the order of j."""
+    g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    offset = tl.arange(0, TILE)
-    running_max = -float("inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, pieces, TILE):
-        j = first + offset
-        slot = tl.where(j == 0, first_slot, second_slot + (j - 1) * slot_step) * GROUP
-        lse = tl.load(partial_lse_ptr + slot, mask=j < pieces, other=-float("inf"))
-        partial = tl.load(
-            partial_ptr + slot[:, None] * HEAD_DIM + d[None, :],
-            mask=(j < pieces)[:, None] & (d[None, :] < HEAD_DIM),
-            other=0.0,
+    running_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    # The first tile, nearly always the only one, stands outside the loop: inside it costs 1 us more.
+    running_max, total, acc = _add_pieces(
+        running_max,
+        total,
+        acc,
+        partial_ptr,
+        partial_lse_ptr,
+        0,
+        pieces,
+        first_slot,
+        second_slot,
+        slot_step,
+        GROUP,
+        BLOCK_G,
+        HEAD_DIM,
+        BLOCK_D,
+        TILE,
+    )
+    for first in range(TILE, pieces, TILE):
+        running_max, total, acc = _add_pieces(
+            running_max,
+            total,
+            acc,
+            partial_ptr,
+            partial_lse_ptr,
+            first,
+            pieces,
+            first_slot,
+            second_slot,
+            slot_step,
+            GROUP,
+            BLOCK_G,
+            HEAD_DIM,
+            BLOCK_D,
+            TILE,
         )
-        partial = tl.where((lse > -float("inf"))[:, None], partial, 0.0)
-        new_max = tl.maximum(running_max, tl.max(lse, 0))
-        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weight = tl.exp2(lse - safe_max)
-        correction = tl.exp2(running_max - safe_max)
-        total = total * correction + tl.sum(weight, 0)
-        acc = acc * correction + tl.sum(weight[:, None] * partial, 0)
-        running_max = new_max
     safe_total = tl.where(total > 0, total, 1.0)
-    return acc / safe_total, tl.where(total > 0, running_max + tl.log2(safe_total), -float("inf"))
+    out = acc / safe_total[:, None]
+    lse = tl.where(total > 0, running_max + tl.log2(safe_total), -float("inf"))
+    wanted = (g[:, None] < GROUP) & (d[None, :] < HEAD_DIM)
+    tl.store(out_ptr + g[:, None] * stride_out_head + d[None, :], out.to(out_ptr.dtype.element_ty), mask=wanted)
+    tl.store(lse_ptr + g, lse * LN2, mask=g < GROUP)
 
 
 @triton.jit
@@ -108,6 +178,7 @@ def _merge_eq4_kernel(
     stride_out_head,
     NUM_LISTS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCKS_PER_ROW: tl.constexpr,
@@ -115,18 +186,28 @@ def _merge_eq4_kernel(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1)
     _, chunks = row_chunks(tl.load(lengths_ptr + row), MIN_CHUNK, BLOCKS_PER_ROW)
     if chunks <= 1:  # Attend has written the row itself
         return
     slot = row * BLOCKS_PER_ROW
-    acc, lse = _merge_pieces(
-        partial_ptr + g * HEAD_DIM, partial_lse_ptr + g, slot, slot + 1, 1, chunks, GROUP, HEAD_DIM, BLOCK_D, TILE
+    out = out_ptr + (row // NUM_LISTS) * stride_out_batch + (row % NUM_LISTS) * GROUP * stride_out_head
+    lse = lse_ptr + row * GROUP
+    _merge_pieces(
+        partial_ptr,
+        partial_lse_ptr,
+        slot,
+        slot + 1,
+        1,
+        chunks,
+        out,
+        lse,
+        stride_out_head,
+        GROUP,
+        BLOCK_G,
+        HEAD_DIM,
+        BLOCK_D,
+        TILE,
     )
-    d = tl.arange(0, BLOCK_D)
-    out = out_ptr + (row // NUM_LISTS) * stride_out_batch + ((row % NUM_LISTS) * GROUP + g) * stride_out_head
-    tl.store(out + d, acc.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-    tl.store(lse_ptr + row * GROUP + g, lse * LN2)
 
 
 @triton.jit
@@ -140,6 +221,7 @@ def _merge_balanced_kernel(
     stride_out_head,
     NUM_LISTS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
@@ -148,20 +230,30 @@ def _merge_balanced_kernel(
     if PDL:
         gdc_wait()
     block = tl.program_id(0)
-    g = tl.program_id(1)
     row = tl.load(cut_rows_ptr + 2 * block).to(tl.int64)
     pieces = tl.load(cut_rows_ptr + 2 * block + 1)
     if pieces == 0:  # no row that begins in this thread block goes on in the next
         return
     # The first piece is this thread block's second partial, the others are the first partials of the next ones.
     slot = 2 * block
-    acc, lse = _merge_pieces(
-        partial_ptr + g * HEAD_DIM, partial_lse_ptr + g, slot + 1, slot + 2, 2, pieces, GROUP, HEAD_DIM, BLOCK_D, TILE
+    out = out_ptr + (row // NUM_LISTS) * stride_out_batch + (row % NUM_LISTS) * GROUP * stride_out_head
+    lse = lse_ptr + row * GROUP
+    _merge_pieces(
+        partial_ptr,
+        partial_lse_ptr,
+        slot + 1,
+        slot + 2,
+        2,
+        pieces,
+        out,
+        lse,
+        stride_out_head,
+        GROUP,
+        BLOCK_G,
+        HEAD_DIM,
+        BLOCK_D,
+        TILE,
     )
-    d = tl.arange(0, BLOCK_D)
-    out = out_ptr + (row // NUM_LISTS) * stride_out_batch + ((row % NUM_LISTS) * GROUP + g) * stride_out_head
-    tl.store(out + d, acc.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-    tl.store(lse_ptr + row * GROUP + g, lse * LN2)
 
 
 def launch_eq4(
@@ -178,7 +270,8 @@ def launch_eq4(
     [B, H_q] float32. Which rows have more than one chunk follows from ``lengths`` by Equation (4), as in Attend.
     """
     rows, blocks_per_row, group, head_dim = partials.shape
-    _merge_eq4_kernel[(rows, group)](
+    tile, warps = launch_shape(blocks_per_row, group, head_dim)
+    _merge_eq4_kernel[(rows,)](
         partials,
         partial_lse,
         lengths,
@@ -187,18 +280,22 @@ def launch_eq4(
         *out.stride()[:2],
         NUM_LISTS=lengths.shape[1],
         GROUP=group,
+        BLOCK_G=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCKS_PER_ROW=blocks_per_row,
         MIN_CHUNK=min_chunk_pages,
-        TILE=min(16, triton.next_power_of_2(blocks_per_row)),
-        num_warps=4,
+        TILE=tile,
+        num_warps=warps,
+        num_stages=1,
     )
 
 
-def pieces_per_pass(blocks: int, num_rows: int) -> int:
-    """Partials that a merging thread block loads at once: four times a row's mean number of pieces, from 4 to 64."""
-    return min(64, max(4, triton.next_power_of_2(4 * blocks // num_rows)))
+def launch_shape(pieces: int, group: int, head_dim: int) -> tuple[int, int]:
+    """(partials loaded at once, warps) for rows of about ``pieces`` pieces: twice as many if registers allow, from 4."""
+    heads = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    tile = max(4, min(triton.next_power_of_2(2 * pieces), MAX_VALUES // heads))
+    return tile, 8 if tile * heads > MAX_VALUES // 2 else 4
 
 
 def launch_balanced(
@@ -216,8 +313,9 @@ def launch_balanced(
     leaves them; out [B, H_q, D]; lse [B, H_q] float32.
     """
     blocks, _, group, head_dim = partials.shape
-    pdl, tile = use_pdl(out.device), pieces_per_pass(blocks, num_rows)
-    _merge_balanced_kernel[(blocks, group)](
+    pdl = use_pdl(out.device)
+    tile, warps = launch_shape(blocks // num_rows, group, head_dim)
+    _merge_balanced_kernel[(blocks,)](
         partials,
         partial_lse,
         cut_rows,
@@ -226,11 +324,13 @@ def launch_balanced(
         *out.stride()[:2],
         NUM_LISTS=num_lists,
         GROUP=group,
+        BLOCK_G=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         TILE=tile,
         PDL=pdl,
-        num_warps=2 if tile < 32 else 4,
+        num_warps=warps,
+        num_stages=1,
         launch_pdl=pdl,
     )
 

@@ -30,11 +30,14 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moira_kernels.checks import require_divisible, require_tensor
 from moira_kernels.layout import PagedKV, RaggedPages
+from moira_kernels.merge import use_pdl
 
 BISECTION_BITS = 24
+SHORT_PAGES = 256
 
 
 def group_shares(log_mass: torch.Tensor, num_lists: int) -> torch.Tensor:
@@ -152,49 +155,51 @@ def warps_for(block_p: int) -> int:
     """Warps of a thread block that holds ``block_p`` pages, by the row's width alone: a row's sums, and with them its
     list, must not depend on its batch.
     """
-    return min(32, max(4, block_p // 256))
+    return min(16, max(1, block_p // 256))
 
 
 @triton.jit
-def _select_kernel(
-    log_mass_ptr,  # [B, H_q, max_pages] float32
-    block_table_ptr,  # [B, max_pages] int32
-    seq_lens_ptr,  # [B] int32
-    counts_ptr,  # [H] int32 (fixed-count mode)
-    page_ids_ptr,  # [B, H, max_pages] int32
-    lengths_ptr,  # [B, H] int32
-    last_page_len_ptr,  # [B, H] int32
+def _select_row(
+    row,
+    batch,
+    num_pages,
+    log_mass_ptr,
+    block_table_ptr,
+    counts_ptr,
+    page_ids_ptr,
+    lengths_ptr,
     gamma,
     max_pages,
     stride_table_batch,
     NUM_LISTS: tl.constexpr,
     GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     FIXED_COUNT: tl.constexpr,
     KEEP_ALL: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     PASSES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    batch = row // NUM_LISTS
-    seq_len = tl.load(seq_lens_ptr + batch)
-    num_pages = tl.cdiv(seq_len, PAGE_SIZE)
-    tl.store(last_page_len_ptr + row, tl.where(seq_len > 0, (seq_len - 1) % PAGE_SIZE + 1, 0))
-    if num_pages == 0:
-        tl.store(lengths_ptr + row, 0)
-        return
+    """Write the list of a row of at most BLOCK_P pages."""
     p = tl.arange(0, BLOCK_P)
+    g = tl.arange(0, BLOCK_G)
     valid = p < num_pages
     forced = valid & ((p == 0) | (p == num_pages - 1))
     middle = valid & (p > 0) & (p < num_pages - 1)
-
-    share = tl.zeros([BLOCK_P], tl.float32)
-    for g in range(GROUP):
-        log_mass = tl.load(log_mass_ptr + (row * GROUP + g) * max_pages + p, mask=valid, other=-float("inf"))
-        mass = tl.exp(log_mass - tl.max(log_mass, 0))
-        share += mass / tl.sum(mass, 0)
-    share = share / GROUP
+    page = tl.load(block_table_ptr + batch * stride_table_batch + p, mask=valid, other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    log_mass = tl.load(
+        log_mass_ptr + (row * GROUP + g[:, None]) * max_pages + p[None, :],
+        mask=(g[:, None] < GROUP) & valid[None, :],
+        other=-float("inf"),
+    )
+    largest = tl.max(log_mass, 1)
+    # The padding of the group has no largest: it must not become NaN.
+    mass = tl.exp(log_mass - tl.where(g < GROUP, largest, 0.0)[:, None])
+    share = tl.sum(mass / tl.where(g < GROUP, tl.sum(mass, 1), 1.0)[:, None], 0) / GROUP
     inner = tl.where(middle, share, 0.0)
 
     if KEEP_ALL:
@@ -222,18 +227,100 @@ def _select_kernel(
         hi = tl.max(inner, 0)
         k = tl.arange(0, THRESHOLDS)
         for _ in range(PASSES):
-            tau = lo + (hi - lo) * (k.to(tl.float32) / THRESHOLDS)
-            mass = tl.sum(tl.where(inner[None, :] >= tau[:, None], inner[None, :], 0.0), 1)
-            enough = mass >= t
+            tau = lo + (hi - lo) * ((k + 1).to(tl.float32) / (THRESHOLDS + 1))
+            mass_above = tl.sum(tl.where(inner[None, :] >= tau[:, None], inner[None, :], 0.0), 1)
+            enough = mass_above >= t
             hi = tl.minimum(hi, tl.min(tl.where(enough, float("inf"), tau), 0))
             lo = tl.maximum(lo, tl.max(tl.where(enough, tau, 0.0), 0))
         keep = forced | (middle & (share >= tl.where(t > 0, lo, float("inf"))))
 
     # A boolean would be summed in one bit.
-    position = tl.cumsum(keep.to(tl.int32), 0) - 1
-    page = tl.load(block_table_ptr + batch * stride_table_batch + p, mask=keep, other=0)
-    tl.store(page_ids_ptr + row * max_pages + position, page, mask=keep)
-    tl.store(lengths_ptr + row, tl.sum(keep.to(tl.int32), 0))
+    position = tl.cumsum(keep.to(tl.int32), 0)
+    tl.store(page_ids_ptr + row * max_pages + position - 1, page, mask=keep)
+    # The current page is always kept, so its position is the length.
+    tl.store(lengths_ptr + row + 0 * p, position, mask=p == num_pages - 1)
+
+
+@triton.jit
+def _select_kernel(
+    log_mass_ptr,  # [B, H_q, max_pages] float32
+    block_table_ptr,  # [B, max_pages] int32
+    seq_lens_ptr,  # [B] int32
+    counts_ptr,  # [H] int32 (fixed-count mode)
+    page_ids_ptr,  # [B, H, max_pages] int32
+    lengths_ptr,  # [B, H] int32
+    last_page_len_ptr,  # [B, H] int32
+    gamma,
+    max_pages,
+    stride_table_batch,
+    NUM_LISTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SHORT_P: tl.constexpr,
+    FIXED_COUNT: tl.constexpr,
+    KEEP_ALL: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+    PASSES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // NUM_LISTS
+    seq_len = tl.load(seq_lens_ptr + batch)
+    num_pages = tl.cdiv(seq_len, PAGE_SIZE)
+    if num_pages == 0:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        tl.store(lengths_ptr + row, 0)
+    elif num_pages <= SHORT_P:
+        _select_row(
+            row,
+            batch,
+            num_pages,
+            log_mass_ptr,
+            block_table_ptr,
+            counts_ptr,
+            page_ids_ptr,
+            lengths_ptr,
+            gamma,
+            max_pages,
+            stride_table_batch,
+            NUM_LISTS,
+            GROUP,
+            BLOCK_G,
+            SHORT_P,
+            FIXED_COUNT,
+            KEEP_ALL,
+            THRESHOLDS,
+            PASSES,
+            PDL,
+        )
+    elif BLOCK_P > SHORT_P:
+        _select_row(
+            row,
+            batch,
+            num_pages,
+            log_mass_ptr,
+            block_table_ptr,
+            counts_ptr,
+            page_ids_ptr,
+            lengths_ptr,
+            gamma,
+            max_pages,
+            stride_table_batch,
+            NUM_LISTS,
+            GROUP,
+            BLOCK_G,
+            BLOCK_P,
+            FIXED_COUNT,
+            KEEP_ALL,
+            THRESHOLDS,
+            PASSES,
+            PDL,
+        )
+    tl.store(last_page_len_ptr + row, tl.where(seq_len > 0, (seq_len - 1) % PAGE_SIZE + 1, 0))
 
 
 def launch(
@@ -258,7 +345,7 @@ def launch(
         require_tensor("counts", counts, (H,), torch.int32, kv.k.device)
     if not (log_mass.is_contiguous() and pages.page_ids.is_contiguous()):
         raise ValueError("log_mass, pages.page_ids: expected contiguous tensors")
-    thresholds = thresholds_per_pass(P)
+    thresholds, pdl = thresholds_per_pass(P), use_pdl(log_mass.device)
     block_p = max(16, triton.next_power_of_2(P))
     _select_kernel[(B * H,)](
         log_mass,
@@ -273,11 +360,15 @@ def launch(
         kv.block_table.stride(0),
         NUM_LISTS=H,
         GROUP=log_mass.shape[1] // H,
+        BLOCK_G=triton.next_power_of_2(log_mass.shape[1] // H),
         PAGE_SIZE=kv.page_size,
         BLOCK_P=block_p,
+        SHORT_P=min(block_p, SHORT_PAGES),
         FIXED_COUNT=counts is not None,
         KEEP_ALL=gamma is not None and gamma >= 1,
         THRESHOLDS=thresholds,
-        PASSES=round(BISECTION_BITS / math.log2(thresholds)),
+        PASSES=math.ceil(BISECTION_BITS / math.log2(thresholds + 1)),
+        PDL=pdl,
         num_warps=warps_for(block_p),
+        launch_pdl=pdl,
     )

@@ -35,12 +35,19 @@ class PageSummaries:
     def __post_init__(self) -> None:
         require_tensor("summaries.mean", self.mean, (None, None, None), (torch.bfloat16, torch.float32))
         require_tensor("summaries.variance", self.variance, tuple(self.mean.shape), self.mean.dtype, self.mean.device)
+        if self.mean.stride() != self.variance.stride() or self.mean.stride(-1) != 1:
+            raise ValueError(
+                "summaries: expected mean and variance of equal strides with a contiguous last dimension, "
+                f"got strides {self.mean.stride()} and {self.variance.stride()}"
+            )
 
     @classmethod
     def allocate(cls, kv: PagedKV, dtype: torch.dtype = torch.bfloat16) -> PageSummaries:
-        """Uninitialised summaries for every page of ``kv``: 4 * num_pages * H_kv * D bytes in bf16."""
-        shape = (kv.k.shape[0], kv.num_kv_heads, kv.head_dim)
-        return cls(*(torch.empty(shape, dtype=dtype, device=kv.k.device) for _ in range(2)))
+        """Uninitialised summaries for every page of ``kv``: 4 * num_pages * H_kv * D bytes in bf16. The mean and the
+        variance of a page and head lie side by side, as Estimate reads them.
+        """
+        shape = (kv.k.shape[0], kv.num_kv_heads, 2, kv.head_dim)
+        return cls(*torch.empty(shape, dtype=dtype, device=kv.k.device).unbind(2))
 
 
 def update_reference(summaries: PageSummaries, kv: PagedKV, page_ids: torch.Tensor) -> None:
@@ -60,19 +67,32 @@ def summarize_page(
     stride_token,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TILE_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Write the summary of a full page. Two passes, so that the variance is centred with the float32 mean."""
-    s = tl.arange(0, BLOCK_S)
+    s = tl.arange(0, TILE_S)
     d = tl.arange(0, BLOCK_D)
-    mask = (s[:, None] < PAGE_SIZE) & (d[None, :] < HEAD_DIM)
-    keys = tl.load(key_ptr + s[:, None] * stride_token + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(keys, 0) / PAGE_SIZE
-    centred = tl.where(mask, keys - mean[None, :], 0.0)
-    variance = tl.sum(centred * centred, 0) / PAGE_SIZE
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, PAGE_SIZE, TILE_S):
+        mask = (start + s < PAGE_SIZE)[:, None] & (d[None, :] < HEAD_DIM)
+        keys = tl.load(key_ptr + (start + s)[:, None] * stride_token + d[None, :], mask=mask, other=0.0)
+        total += tl.sum(keys.to(tl.float32), 0)
+    mean = total / PAGE_SIZE
+    squares = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, PAGE_SIZE, TILE_S):
+        mask = (start + s < PAGE_SIZE)[:, None] & (d[None, :] < HEAD_DIM)
+        keys = tl.load(key_ptr + (start + s)[:, None] * stride_token + d[None, :], mask=mask, other=0.0)
+        centred = tl.where(mask, keys.to(tl.float32) - mean[None, :], 0.0)
+        squares += tl.sum(centred * centred, 0)
+    variance = squares / PAGE_SIZE
     tl.store(mean_ptr + d, mean.to(mean_ptr.dtype.element_ty), mask=d < HEAD_DIM)
     tl.store(variance_ptr + d, variance.to(variance_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def tile_tokens(page_size: int) -> int:
+    """Tokens of a page taken at once: at least 16, which the matrix units of Estimate need, and few registers' worth."""
+    return min(32, max(16, triton.next_power_of_2(page_size)))
 
 
 @triton.jit
@@ -84,15 +104,16 @@ def _update_kernel(
     stride_page,
     stride_head,
     stride_token,
-    NUM_KV_HEADS: tl.constexpr,
+    stride_summary_page,
+    stride_summary_head,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TILE_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     page = tl.load(page_ids_ptr + tl.program_id(0)).to(tl.int64)
     head = tl.program_id(1)
-    summary = (page * NUM_KV_HEADS + head) * HEAD_DIM
+    summary = page * stride_summary_page + head * stride_summary_head
     summarize_page(
         key_ptr + page * stride_page + head.to(tl.int64) * stride_head,
         mean_ptr + summary,
@@ -100,7 +121,7 @@ def _update_kernel(
         stride_token,
         PAGE_SIZE,
         HEAD_DIM,
-        BLOCK_S,
+        TILE_S,
         BLOCK_D,
     )
 
@@ -119,10 +140,10 @@ def update(summaries: PageSummaries, kv: PagedKV, page_ids: torch.Tensor) -> Non
         summaries.mean,
         summaries.variance,
         *kv.k.stride()[:3],
-        NUM_KV_HEADS=kv.num_kv_heads,
+        *summaries.mean.stride()[:2],
         PAGE_SIZE=kv.page_size,
         HEAD_DIM=kv.head_dim,
-        BLOCK_S=triton.next_power_of_2(kv.page_size),
+        TILE_S=tile_tokens(kv.page_size),
         BLOCK_D=triton.next_power_of_2(kv.head_dim),
         num_warps=4,
     )

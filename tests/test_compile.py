@@ -30,8 +30,9 @@ FLOATS = ("scale", "scale_log2", "gamma")
 heads = dict(NUM_LISTS=8, GROUP=3, HEAD_DIM=head_dim)
 block_d = triton.next_power_of_2(head_dim)
 attend = dict(heads, LISTS_PER_KV_HEAD=1, BLOCK_G=16, BLOCK_D=block_d, PAGE_SIZE=page_size, TILE=32, INTERPRETED=False)
-select = dict(NUM_LISTS=8, GROUP=3, PAGE_SIZE=page_size, BLOCK_P=1024, KEEP_ALL=False, THRESHOLDS=4, PASSES=12)
-pages = dict(NUM_KV_HEADS=8, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_S=max(16, page_size), BLOCK_D=block_d)
+select = dict(NUM_LISTS=8, GROUP=3, BLOCK_G=4, PAGE_SIZE=page_size, BLOCK_P=1024, SHORT_P=256, KEEP_ALL=False)
+select = dict(select, THRESHOLDS=4, PASSES=11, PDL=arch >= 90)
+pages = dict(HEAD_DIM=head_dim, PAGE_SIZE=page_size, TILE_S=min(32, page_size), BLOCK_D=block_d)
 shape = attention.launch_shape(head_dim, 228 * 1024)
 launch = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
 pdl = arch >= 90
@@ -39,9 +40,9 @@ KERNELS = [
     (attention._attend_balanced_kernel, dict(attend, ROWS=256, ONE_PASS=True, PDL=pdl), launch),
     (attention._attend_balanced_kernel, dict(attend, ROWS=4096, ONE_PASS=False, PDL=pdl), launch),
     (attention._attend_eq4_kernel, dict(attend, BLOCKS_PER_ROW=32, MIN_CHUNK=24), launch),
-    (merge._merge_eq4_kernel, dict(heads, BLOCK_D=block_d, BLOCKS_PER_ROW=32, MIN_CHUNK=24, TILE=16), {}),
-    (merge._merge_balanced_kernel, dict(heads, BLOCK_D=block_d, TILE=64, PDL=pdl), {}),
-    (estimate._estimate_kernel, dict(pages, GROUP=3, BLOCK_G=16, TILE=64, INTERPRETED=False), {}),
+    (merge._merge_eq4_kernel, dict(heads, BLOCK_G=4, BLOCK_D=block_d, BLOCKS_PER_ROW=32, MIN_CHUNK=24, TILE=16), {}),
+    (merge._merge_balanced_kernel, dict(heads, BLOCK_G=4, BLOCK_D=block_d, TILE=16, PDL=pdl), {}),
+    (estimate._estimate_kernel, dict(pages, GROUP=3, BLOCK_G=16, BLOCK_S=max(16, page_size), TILE=32, PDL=pdl, INTERPRETED=False), {}),
     (selection._select_kernel, dict(select, FIXED_COUNT=False), {}),
     (selection._select_kernel, dict(select, FIXED_COUNT=True), {}),
     (summary._update_kernel, pages, {}),
