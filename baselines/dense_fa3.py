@@ -20,7 +20,7 @@ class DenseFA3(Attention):
     def __init__(self, q, kv, pages):
         super().__init__(q, kv, pages)
         self.decode = Decode(requests(q, self.out, kv))
-        self.implementation = self.decode.name
+        self.implementation = f"{self.decode.name}, metadata not timed"
 
     def run(self) -> None:
         """Attend."""

@@ -21,7 +21,7 @@ class FA3Varlen(Attention):
         super().__init__(q, kv, pages)
         self.rows = Rows(q, self.out, kv, pages)
         self.decode = Decode(self.rows.sequences)
-        self.implementation = self.decode.name
+        self.implementation = f"{self.decode.name}, metadata not timed"
 
     def plan(self) -> dict[str, float]:
         """Device work only: ids, lengths and metadata for the lists as they are."""

@@ -14,6 +14,10 @@ NEEDS = ("cuda", "vllm|flash_attn_3")
 class FA3VarlenRebuilt(FA3Varlen):
     """``fa3-varlen`` with the metadata inside ``run``."""
 
+    def __init__(self, q, kv, pages):
+        super().__init__(q, kv, pages)
+        self.implementation = self.decode.name
+
     def plan(self) -> dict[str, float]:
         """Device work only: ids and lengths for the lists as they are."""
         self.rows.refresh()

@@ -2,8 +2,9 @@
 
 The plan is made once, for rows that keep every page, and a graph can hold it. ``run`` writes this step's lists into the
 buffers that the plan points to (one kernel, timed) and attends. The result is right because the kernel takes lengths
-from those buffers: of a row's planned chunks, those past its end read nothing and merge as empty. What suffers is the
-balance: chunks are as long as full rows need, so short rows are one chunk each and most thread blocks have no work.
+from those buffers: of a row's planned chunks, those past its end read nothing and merge as empty, and with one query
+token a partial's place depends on the plan alone. What suffers is the balance: chunks are as long as full rows need, so
+short rows are one chunk each and most thread blocks have no work.
 """
 
 from __future__ import annotations
