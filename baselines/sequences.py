@@ -1,6 +1,6 @@
 """Decode attention as other libraries take it: sequences of one query token, each with one list of pages.
 
-``rows`` makes every row (request, list head) a sequence of its own with one KV head and G query heads, because a list
+``Rows`` makes every row (request, list head) a sequence of its own with one KV head and G query heads, because a list
 per head is more than a block table can say. Nothing is copied: the cache is seen as pages of a single KV head,
 
     id in this view = page id * factor + KV head,        factor = page stride / head stride,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moira_cli.lists import RecordedLists
 
 
-MIN_WIDTH = 104
+MIN_WIDTH = 124
 """Columns that the widest table needs: in a narrower terminal lines wrap rather than lose digits."""
 
 

@@ -1,5 +1,8 @@
 """The arms: on a CPU those that run there, and the list surgery and kernels of the others in Triton's interpreter."""
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -70,7 +73,8 @@ def test_unknown_arm():
         baselines.load("nope")
 
 
-@pytest.mark.parametrize("name", baselines.names())
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("name", [name for name, arm in baselines.describe().items() if set(arm.needs) <= {"cuda"}])
 @pytest.mark.parametrize("seq_lens", [[192, 192], [200, 65, 0]], ids=["full", "ragged"])
 def test_arm_against_reference(name, seq_lens, device):
     if reason := baselines.describe()[name].missing(device.type):
@@ -268,3 +272,88 @@ def test_compressed_lists_of_many_rows(device):
     indptr, indices = flashinfer_decode.compressed(ids[:, 0], lengths[:, 0].cpu())
     assert torch.equal(buffers[0].cpu(), indptr)
     assert torch.equal(buffers[1][: len(indices)], indices)
+
+
+@pytest.fixture
+def stand_in_fa3(monkeypatch):
+    """FA3's place is taken by ``varlen``; its metadata is the lengths it was made for."""
+
+    def attend(s, first_tokens, metadata):
+        assert first_tokens.tolist() == list(range(len(s.q) + 1))
+        assert torch.equal(metadata, s.seq_lens)
+        s.out.copy_(varlen(s))
+
+    monkeypatch.setattr(fa3, "require", lambda s: "stand-in")
+    monkeypatch.setattr(fa3, "library", lambda: ("stand-in", lambda s, first_tokens: s.seq_lens.clone(), attend))
+
+
+class StandInFlashInfer:
+    """The wrapper's place: reads the buffers as its kernel does, and only what it was planned for."""
+
+    def __init__(self, workspace, layout, use_tensor_cores, use_cuda_graph=False, **buffers):
+        assert (layout, use_tensor_cores) == ("NHD", True)
+        self.fixed = list(buffers.values()) if use_cuda_graph else None
+
+    def plan(self, indptr, indices, last_page_len, num_q_heads, num_kv_heads, head_dim, page_size, **dtypes):
+        assert indptr.device.type == last_page_len.device.type == "cpu"
+        assert set(dtypes.values()) == {torch.bfloat16}
+        self.sizes = num_q_heads, num_kv_heads, head_dim, page_size
+        self.most = indptr.diff()
+        if self.fixed is None:
+            self.lists = indptr, indices, last_page_len
+        else:
+            for buffer, value in zip(self.fixed, (indptr, indices, last_page_len), strict=True):
+                buffer[: len(value)].copy_(value)
+            self.lists = self.fixed
+
+    def run(self, q, cache, out):
+        indptr, indices, last_page_len = self.lists
+        k, v = cache
+        assert self.sizes == (q.shape[1], k.shape[2], q.shape[2], k.shape[1])
+        lengths = indptr.diff()
+        assert (lengths <= self.most).all()
+        table = torch.zeros((len(q), max(1, int(lengths.max()))), dtype=torch.int32)
+        for n, length in enumerate(lengths.tolist()):
+            table[n, :length] = indices[indptr[n] : indptr[n] + length]
+        tokens = torch.where(lengths > 0, (lengths - 1) * k.shape[1] + last_page_len, 0)
+        out.copy_(varlen(sequences.Sequences(q, out, k, v, table, tokens)))
+
+
+@pytest.fixture
+def stand_in_flashinfer(monkeypatch):
+    module = types.ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = StandInFlashInfer
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(flashinfer_decode, "name", lambda: "stand-in")
+
+
+LIBRARY_ARMS = (
+    "dense-fa3",
+    "dense-flashinfer",
+    "fa3-varlen",
+    "fa3-varlen-rebuilt",
+    "flashinfer-fullwidth",
+    "flashinfer-plan",
+    "padding",
+    "pow2-buckets",
+)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("name", LIBRARY_ARMS)
+def test_what_arms_hand_to_their_library(stand_in_fa3, stand_in_flashinfer, name, layout):
+    """On CPU tensors, with the libraries' kernels replaced by loops over the same arguments."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton kernels are compiled here: tests/test_baselines_gpu.py runs the real libraries")
+    q, kv = make_case(RAGGED, Geometry(4, 2, 64), layout=layout)
+    pages = ragged_lists(q, kv)
+    arm = baselines.load(name)(q, kv, pages)
+    for seed in (0, 1):
+        if seed:
+            page_sets.overwrite(pages, ragged_lists(q, kv, seed))
+        parts = arm.plan()
+        arm.run()
+        check_against_float32(arm)
+        assert arm.implementation.startswith("stand-in")
+    assert bool(parts) == (not arm.graph_safe)
+    assert (arm.attended() is pages) == (name.startswith(("fa3", "flashinfer")))

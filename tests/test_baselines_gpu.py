@@ -9,7 +9,7 @@ from moira_kernels import MoiraError, attention
 from moira_kernels.testing import Geometry, assert_close, make_case, max_abs_error, poison
 from tests.test_baselines import RAGGED, check_against_float32, ragged_lists
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # warnings of the libraries
 
 SEQ_LENS = [*RAGGED, 5000, 20000]
 
