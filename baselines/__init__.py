@@ -4,9 +4,10 @@ The arm's name is its file name with hyphens (``dense_torch.py`` is ``dense-torc
 whose first line describes the arm, and two literals:
 
     KIND = "attention"
-    NEEDS = ("cuda",)                  # "cuda", or the import name of an optional library
+    NEEDS = ("cuda", "vllm|flash_attn_3")    # "cuda", or the import name of an optional library, or one of several
 
-They are read from the source, so listing arms imports no library. ``ARM`` is the file's ``Attention`` subclass.
+They are read from the source, so listing arms imports no library. ``ARM`` is the file's ``Attention`` subclass. A file
+without ``KIND`` is shared by arms and is none itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     from moira_kernels.layout import PagedKV, RaggedPages
     from moira_kernels.partition import Partition
 
-INSTALL = {"flashinfer": "pip install 'moira-attention[flashinfer]'", "vllm": "pip install 'moira-attention[vllm]'"}
+INSTALL = {
+    "flash_attn_3": "pip install 'moira-attention[fa3]'",
+    "flashinfer": "pip install 'moira-attention[flashinfer]'",
+    "vllm": "pip install 'moira-attention[vllm]'",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,11 @@ class Description:
             if need == "cuda":
                 if device != "cuda":
                     return f"needs a CUDA GPU, this run is on the {device}"
-            elif importlib.util.find_spec(need) is None:
-                return f"needs {need}, which is not installed ({INSTALL.get(need, f'pip install {need}')})"
+                continue
+            choices = need.split("|")
+            if all(importlib.util.find_spec(library) is None for library in choices):
+                how = " or ".join(INSTALL.get(library, f"pip install {library}") for library in choices)
+                return f"needs {' or '.join(choices)}, which is not installed ({how})"
         return None
 
 
@@ -91,29 +99,36 @@ class Attention(ABC):
 
     Attributes:
         out: [B, H_q, D], written by ``run``; NaN until then.
-        dense: True if the arm reads every page, whatever the lists.
         graph_safe: True if nothing has to be planned on the host when lists change, so that a captured graph stays
             valid from step to step.
         extra_caches: memory that ``run`` takes on top of its inputs, in copies of the KV cache.
+        implementation: library and version of the kernel, where it is not this project's own or the arm has a choice.
     """
 
-    dense = False
     graph_safe = True
     extra_caches = 0.0
+    implementation: str | None = None
 
     def __init__(self, q: torch.Tensor, kv: PagedKV, pages: RaggedPages):
         self.q, self.kv, self.pages = q, kv, pages
         self.out = q.new_full(q.shape, float("nan"))
 
     def plan(self) -> dict[str, float]:
-        """Host work that must be repeated whenever the lists change. Returns its parts in microseconds, among
-        ``d2h_us`` (lengths to the host), ``index_build_us`` and ``plan_call_us``; nothing by default.
+        """Everything outside ``run`` that must be repeated whenever the lists change.
+
+        Returns the parts of the host work in microseconds, among ``d2h_us`` (lengths to the host), ``index_build_us``
+        and ``plan_call_us``; nothing by default. Device work here is not timed: only what whoever writes the lists
+        would do anyway (page ids in the arm's own numbering), or what the arm's docstring names.
         """
         return {}
 
     @abstractmethod
     def run(self) -> None:
-        """Device work of one decode step of one layer: read ``pages`` (or every page if ``dense``), write ``out``."""
+        """Device work of one decode step of one layer: read the lists and the cache, write ``out``."""
+
+    def attended(self) -> RaggedPages:
+        """The lists whose tokens ``out`` attends to; an arm that reads more than it was given says so here."""
+        return self.pages
 
     def partition(self) -> Partition | None:
         """Which pages each thread block takes, where the arm's own kernel decides it."""
@@ -123,7 +138,7 @@ class Attention(ABC):
         """Bytes of keys and values that ``run`` reads or writes in memory; at least those it attends to."""
         from moira_kernels.testing import useful_bytes
 
-        return useful_bytes(self.kv, all_pages(self.kv) if self.dense else self.pages)
+        return useful_bytes(self.kv, self.attended())
 
 
 def all_pages(kv: PagedKV) -> RaggedPages:

@@ -10,7 +10,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from baselines import Attention
+from baselines import Attention, all_pages
+from moira_kernels.layout import RaggedPages
 
 KIND = "attention"
 NEEDS = ()
@@ -19,7 +20,6 @@ NEEDS = ()
 class DenseTorch(Attention):
     """One scaled_dot_product_attention call for the whole batch."""
 
-    dense = True
     graph_safe = False
     extra_caches = 2.0  # the gathered keys and values, and again where a mask hides slots
 
@@ -47,6 +47,10 @@ class DenseTorch(Attention):
         if self.mask is not None:
             out = torch.where((self.kv.seq_lens > 0)[:, None, None, None], out, 0)
         self.out.copy_(out.flatten(1, 2))
+
+    def attended(self) -> RaggedPages:
+        """Every page."""
+        return all_pages(self.kv)
 
     def moved_bytes(self) -> int:
         """The gather reads and writes every byte once, attention reads it again."""

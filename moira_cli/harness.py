@@ -6,6 +6,7 @@ buffer sets (rotations) with the same page counts at different places, so that n
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import baselines
+from baselines import page_sets
 from moira_cli import environment, timing
 from moira_cli.lists import Lists
 from moira_cli.shapes import Shape
@@ -139,7 +141,7 @@ class Case:
 
     def __init__(self, point: Point, device: torch.device):
         self.point, self.device = point, device
-        self._expected: dict[tuple[int, bool], tuple[torch.Tensor, float]] = {}
+        self._expected: dict[tuple[int, str], tuple[torch.Tensor, float]] = {}
         self.sets = [self._buffers(i) for i in range(point.rotations(l2_bytes(device)))]
 
     def _buffers(self, index: int) -> tuple[torch.Tensor, PagedKV, RaggedPages]:
@@ -160,20 +162,33 @@ class Case:
         """Bytes of the listed keys and values of one call, counted from the lists on the device."""
         return useful_bytes(self.sets[0][1], self.sets[0][2])
 
-    def expected(self, index: int, dense: bool) -> tuple[torch.Tensor, float]:
-        """(float32 output, tolerance) for buffer set ``index``; kept, because every arm asks."""
-        if (index, dense) not in self._expected:
-            q, kv, pages = self.sets[index]
-            lists = baselines.all_pages(kv) if dense else pages
+    def expected(self, index: int, lists: RaggedPages) -> tuple[torch.Tensor, float]:
+        """(float32 output, tolerance) for the queries and cache of buffer set ``index`` over ``lists``.
+
+        Kept by what the lists say: most arms ask for the same.
+        """
+        key = index, _digest(lists)
+        if key not in self._expected:
+            q, kv, _ = self.sets[index]
             truth = attention.reference(q, kv, lists)[0]
             low = attention.reference(q, kv, lists, dtype=kv.k.dtype)[0]
-            self._expected[index, dense] = truth, tolerance(truth, low)
-        return self._expected[index, dense]
+            self._expected[key] = truth, tolerance(truth, low)
+        return self._expected[key]
 
     @cached_property
     def read_us(self) -> float | None:
         """Floor: time to only read the useful bytes. None on a CPU."""
         return timing.read_floor_us(self.useful_bytes, self.device) if self.device.type == "cuda" else None
+
+
+def _digest(lists: RaggedPages) -> str:
+    """SHA-256 of the listed ids and the lengths; entries past a row's length do not count."""
+    column = torch.arange(lists.page_ids.shape[2], device=lists.page_ids.device)
+    ids = torch.where(column < lists.lengths[..., None], lists.page_ids, -1)
+    digest = hashlib.sha256()
+    for tensor in (ids, lists.lengths, lists.last_page_len):
+        digest.update(f"{tuple(tensor.shape)}".encode() + tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class Failure(Exception):
@@ -227,6 +242,7 @@ def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check:
     flags = _flags(case, arms[0], mode, samples, kernel, (health_before, health_after))
     return {
         "status": "ok",
+        "implementation": arms[0].implementation,
         **result,
         "timing": {
             "timer": {"GraphTimer": "graph", "EagerTimer": "event", "WallTimer": "wall"}[type(timer).__name__],
@@ -273,15 +289,22 @@ def _median_plan(arms: list[baselines.Attention], repeats: int = 5) -> dict[str,
     """Median microseconds of each part of the host plan; every arm is planned at least once."""
     for arm in arms:
         arm.plan()
-    parts = [arms[0].plan() for _ in range(repeats)]
+    parts = []
+    for _ in range(repeats):
+        if arms[0].q.is_cuda:
+            torch.cuda.synchronize()  # a copy to the host must not wait for the last plan's device work
+        parts.append(arms[0].plan())
     return {name: statistics.median(part[name] for part in parts) for name in parts[0]}
 
 
 def _check(case: Case, arms: list[baselines.Attention], outputs: list[torch.Tensor]) -> dict[str, Any]:
-    """Compare the first and the last buffer set with the float32 reference."""
+    """Compare the first and the last buffer set with the float32 reference over the lists that the arm attended."""
     worst, limit = 0.0, float("inf")
     for index in sorted({0, len(arms) - 1}):
-        truth, allowed = case.expected(index, arms[index].dense)
+        attended = arms[index].attended()
+        if missed := page_sets.missed(attended, *case.sets[index][1:]):
+            raise Failure("wrong_result", f"wrong result: the arm's own lists miss {missed:,} of the listed pages.")
+        truth, allowed = case.expected(index, attended)
         error = max_abs_error(outputs[index], truth)
         if not error <= allowed:
             raise Failure(

@@ -33,6 +33,7 @@ METRICS = {
     "moved_bytes": "bytes of keys and values that the arm moves: padding, copies and unlisted pages included",
     "sol_pct": "time of a kernel that only reads the useful bytes (same run) over kernel_us",
     "max_abs": "largest difference from the float32 reference; the limit is 2 x bf16 PyTorch's own + 2 ulp",
+    "implementation": "library and version of the arm's kernel, where it is not this project's or the arm has a choice",
 }
 
 
@@ -43,7 +44,7 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
         import baselines
 
         return [
-            (arm.name, f"needs {', '.join(arm.needs)}" if arm.needs else "any device", arm.summary)
+            (arm.name, f"needs {', '.join(arm.needs).replace('|', ' or ')}" if arm.needs else "any device", arm.summary)
             for arm in baselines.describe().values()
         ]
     if topic is Topic.SHAPES:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moira_cli.lists import RecordedLists
 
 
-MIN_WIDTH = 104
+MIN_WIDTH = 124
 """Columns that the widest table needs: in a narrower terminal lines wrap rather than lose digits."""
 
 
@@ -116,6 +116,9 @@ def print_run(document: dict[str, Any], to_stderr: bool = False, ranked: bool = 
         if ranked:
             cells = sorted(cells, key=lambda c: c["timing"]["total_us"] if c["status"] == "ok" else float("inf"))
         console.print(_arms_table(cells, clock, document["config_resolved"]["relative_to"]))
+    ran = {cell["arm"]: cell["implementation"] for cell in document["cells"] if cell.get("implementation")}
+    if ran:
+        console.print("\nran on: " + "; ".join(f"{arm}: {what}" for arm, what in ran.items()), markup=False)
 
 
 def _l2(policy: str) -> str:

@@ -35,7 +35,8 @@ COLUMNS = {
     "cv_nominal": "spread asked for",
     "cv_measured": "spread of the page counts",
     "kept_pct": "pages listed, percent",
-    "arm": "implementation",
+    "arm": "name in 'moira list arms'",
+    "implementation": "library of its kernel",
     "mode": "graph or eager",
     "device": "cuda or cpu",
     "status": "ok, or what went wrong",
@@ -52,6 +53,8 @@ COLUMNS = {
     "reason": "why there is no time",
 }
 """Columns of the flat table and what they hold."""
+SAME_NAME = ("kv_layout", "arm", "implementation", "mode", "device", "status", "reason")
+"""Columns that are fields of a cell."""
 
 
 def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -59,7 +62,7 @@ def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for cell in document["cells"]:
         row = dict.fromkeys(COLUMNS)
-        row |= {name: cell.get(name) for name in ("kv_layout", "arm", "mode", "device", "status", "reason")}
+        row |= {name: cell.get(name) for name in SAME_NAME}
         row |= {"shape": cell["shape"]["alias"], "rows": cell["shape"]["rows"], "lists": cell["length_source"]}
         row |= {"cv_nominal": cell["cv_nominal"], "cv_measured": cell["cv_measured"]}
         row["kept_pct"] = 100 * cell["kept_fraction"]

@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import baselines
+from baselines.sparse_torch import SparseTorch
 from moira_cli.main import app
+from moira_kernels import RaggedPages
 
 TINY = ["--geometry", "4/2/16", "--min-samples", "2", "--min-time-ms", "0", "--timeout-s", "0.2", "--device", "cpu"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -141,8 +143,12 @@ def test_arm_that_needs_a_gpu(tmp_path):
     assert bench("--shape", "512x1", "--arms", "all", "--run-dir", "r2").exit_code == 0
     cells = {cell["arm"]: cell for cell in read_run(tmp_path / "r2")["cells"]}
     assert set(cells) == set(baselines.names())
-    assert cells["moira"]["status"] == "skipped_unsupported"
-    assert cells["moira"]["reason"]
+    for name, cell in cells.items():
+        if baselines.describe()[name].needs:
+            assert cell["status"] == "skipped_unsupported"
+            assert cell["reason"] == f"{name}: skipped - needs a CUDA GPU, this run is on the cpu."
+        else:
+            assert cell["status"] == "ok"
 
 
 class Wrong(baselines.Attention):
@@ -167,6 +173,44 @@ def test_bad_arms_are_rows_with_a_reason(tmp_path, monkeypatch, arm, status, cod
     good, bad = read_run(tmp_path / "r")["cells"]
     assert (good["status"], bad["status"]) == ("ok", status)
     assert "timing" not in bad
+
+
+class Wider(SparseTorch):
+    """Attends every page, and says so."""
+
+    def __init__(self, q, kv, pages):
+        super().__init__(q, kv, baselines.all_pages(kv))
+
+
+class WiderButWrong(Wider):
+    """Says every page, but has read one page twice."""
+
+    def run(self):
+        b, h, index = self.rows[0]
+        self.rows[0] = b, h, index.index_fill(0, index.new_tensor(range(64)), int(index[-1]))
+        super().run()
+
+
+class Forgetful(SparseTorch):
+    """Leaves the last listed page out, and says so."""
+
+    def __init__(self, q, kv, pages):
+        super().__init__(q, kv, RaggedPages(pages.page_ids, pages.lengths - 1, pages.last_page_len.clamp(min=64)))
+
+
+def test_arm_that_reads_more_is_checked_over_its_own_lists(tmp_path, monkeypatch):
+    arms = {"sparse-torch": Wider, "dense-torch": WiderButWrong, "moira": Forgetful}
+    monkeypatch.setattr(baselines, "load", arms.__getitem__)
+    monkeypatch.setattr(baselines.Description, "missing", lambda self, device: None)
+    names = ",".join(arms)
+    assert bench("--shape", "2kx1", "--keep", "0.2", "--arms", names, "--run-dir", "r").exit_code == 6
+    wider, wrong, forgetful = read_run(tmp_path / "r")["cells"]
+    assert wider["status"] == "ok"
+    assert wider["work"]["useful_bytes"] == wider["kept_pages"] * 64 * 2 * 16 * 2
+    assert wider["work"]["moved_bytes"] == 3 * 2 * 32 * 64 * 2 * 16 * 2
+    assert (wrong["status"], forgetful["status"]) == ("wrong_result", "wrong_result")
+    assert "differs from the float32 reference" in wrong["reason"]
+    assert "the arm's own lists miss 2 of the listed pages" in forgetful["reason"]
 
 
 def test_nan_output_is_wrong(tmp_path, monkeypatch):

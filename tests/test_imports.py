@@ -18,6 +18,7 @@ ALLOWED = {
 }
 ONLY_IN = {
     "vllm": ("moira_kernels/vllm_plugin", "baselines/"),
+    "flash_attn_3": ("baselines/",),
     "flashinfer": ("baselines/",),
     "typer": ("moira_cli/",),
     "rich": ("moira_cli/",),
