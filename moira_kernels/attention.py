@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moira_kernels import merge
+from moira_kernels import merge, slices
 from moira_kernels import partition as cuts
 from moira_kernels.checks import UnsupportedError, require_tensor
 from moira_kernels.layout import PagedKV, RaggedPages, check_attention_arguments
@@ -33,7 +33,6 @@ from moira_kernels.layout import PagedKV, RaggedPages, check_attention_arguments
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
 MAX_PAGE_SIZE = 128
-MAX_ROWS_AT_ONCE = 4096
 LOG2_E = 1.4426950408889634
 INTERPRETED = triton.knobs.runtime.interpret
 """True when kernels run in Triton's interpreter (TRITON_INTERPRET=1 at import), the only way to run them on a CPU."""
@@ -245,14 +244,6 @@ def _attend_eq4_kernel(
 
 
 @triton.jit
-def _row_tiles(lengths_ptr, first, num_rows, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """[ROWS] tiles of rows first .. first + ROWS - 1. An empty row counts one, so that some thread block writes it."""
-    row = first + tl.arange(0, ROWS)
-    length = tl.load(lengths_ptr + row, mask=row < num_rows, other=0)
-    return tl.where(row < num_rows, tl.maximum(tl.cdiv(length * PAGE_SIZE, TILE), 1), 0)
-
-
-@triton.jit
 def _attend_balanced_kernel(
     q_ptr,
     k_ptr,
@@ -264,7 +255,6 @@ def _attend_balanced_kernel(
     lse_ptr,  # [rows, G] float32
     partial_ptr,  # [blocks, 2, G, D] float32: of a row begun earlier, of a row that goes on
     partial_lse_ptr,  # [blocks, 2, G] float32, base 2
-    cut_rows_ptr,  # [blocks, 2] int32: the row whose first piece a thread block holds, and the row's pieces
     num_rows,
     scale_log2,
     stride_q_batch,
@@ -287,8 +277,8 @@ def _attend_balanced_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,  # rows whose lengths are added up at once
-    ONE_PASS: tl.constexpr,  # num_rows <= ROWS
+    ROWS: tl.constexpr,
+    ONE_PASS: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -296,32 +286,14 @@ def _attend_balanced_kernel(
         gdc_wait()
         gdc_launch_dependents()
     block = tl.program_id(0)
-    blocks = tl.num_programs(0)
-
-    # This thread block's slice [start, stop) of all tiles, and the row that holds tile `start`.
-    tiles = _row_tiles(lengths_ptr, 0, num_rows, PAGE_SIZE, TILE, ROWS)
-    total = tl.sum(tiles, 0)
-    if not ONE_PASS:
-        for first in range(ROWS, num_rows, ROWS):
-            total += tl.sum(_row_tiles(lengths_ptr, first, num_rows, PAGE_SIZE, TILE, ROWS), 0)
-    start, stop = merge.slice_of(block, total, blocks)
-    before = tl.cumsum(tiles, 0) <= start
-    row = tl.sum((before & (tiles > 0)).to(tl.int32), 0)
-    row_begin = tl.sum(tl.where(before, tiles, 0), 0)
-    if not ONE_PASS:
-        passed = tl.sum(tiles, 0)
-        for first in range(ROWS, num_rows, ROWS):
-            more = _row_tiles(lengths_ptr, first, num_rows, PAGE_SIZE, TILE, ROWS)
-            before = passed + tl.cumsum(more, 0) <= start
-            row += tl.sum((before & (more > 0)).to(tl.int32), 0)
-            row_begin += tl.sum(tl.where(before, more, 0), 0)
-            passed += tl.sum(more, 0)
-
+    _, start, stop, row, row_begin = slices.slice_and_row(
+        lengths_ptr, num_rows, block, tl.num_programs(0), PAGE_SIZE, TILE, ROWS, ONE_PASS, False
+    )
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     while row_begin < stop:
         length = tl.load(lengths_ptr + row)
-        row_end = row_begin + tl.maximum(tl.cdiv(length * PAGE_SIZE, TILE), 1)
+        row_end = row_begin + slices.tiles_of(length, PAGE_SIZE, TILE)
         batch = (row // NUM_LISTS).to(tl.int64)
         list_head = row % NUM_LISTS
         kv_head = (list_head // LISTS_PER_KV_HEAD).to(tl.int64)
@@ -360,14 +332,6 @@ def _attend_balanced_kernel(
             )
         row_begin = row_end
         row += 1
-    # The last row, if it begins here and goes on: where its pieces are. Worked out after the loop: kept in variables of
-    # their own inside it, the row and its pieces came out wrong under Triton 3.6 (right in the interpreter).
-    last_row = row - 1
-    first_tile = row_begin - tl.maximum(tl.cdiv(tl.load(lengths_ptr + last_row) * PAGE_SIZE, TILE), 1)
-    cut = (start < stop) & (first_tile >= start) & (row_begin > stop)
-    pieces = tl.where(cut, merge.block_of(row_begin - 1, total, blocks) - block + 1, 0)
-    tl.store(cut_rows_ptr + 2 * block, last_row)
-    tl.store(cut_rows_ptr + 2 * block + 1, pieces)
 
 
 @dataclass(frozen=True)
@@ -411,7 +375,6 @@ class Workspace:
         blocks: thread blocks of the grid (balanced) or per row (eq4).
         partials: [blocks, 2, G, D] (balanced) or [rows, blocks, G, D] (eq4) float32, partial outputs.
         partial_lse: the same without D, float32, base 2.
-        cut_rows: [blocks, 2] int32 (balanced), the row whose first piece a thread block holds and its number of pieces.
         lse: [B, H_q] float32.
     """
 
@@ -420,7 +383,6 @@ class Workspace:
     num_rows: int
     partials: torch.Tensor
     partial_lse: torch.Tensor
-    cut_rows: torch.Tensor
     lse: torch.Tensor
 
     @classmethod
@@ -453,7 +415,6 @@ class Workspace:
             rows,
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
-            torch.empty((blocks, 2), dtype=torch.int32, device=device),
             torch.empty((batch, num_heads), dtype=torch.float32, device=device),
         )
 
@@ -558,11 +519,11 @@ def attend(
         _attend_eq4_kernel[grid](*pointers, *scratch, scale_log2, *strides, **options)
         merge.launch_eq4(*scratch, pages.lengths, out, workspace.lse, min_chunk)
     else:
-        rows_at_once = min(MAX_ROWS_AT_ONCE, triton.next_power_of_2(pages.num_rows))
+        rows = slices.rows_at_once(pages.num_rows)
         pdl = merge.use_pdl(q.device)
-        options |= {"ROWS": rows_at_once, "ONE_PASS": pages.num_rows <= rows_at_once, "PDL": pdl, "launch_pdl": pdl}
+        options |= {"ROWS": rows, "ONE_PASS": pages.num_rows <= rows, "PDL": pdl, "launch_pdl": pdl}
         _attend_balanced_kernel[(workspace.blocks,)](
-            *pointers, *scratch, workspace.cut_rows, pages.num_rows, scale_log2, *strides, **options
+            *pointers, *scratch, pages.num_rows, scale_log2, *strides, **options
         )
-        merge.launch_balanced(*scratch, workspace.cut_rows, pages.num_lists, pages.num_rows, out, workspace.lse)
+        merge.launch_balanced(*scratch, pages.lengths, out, workspace.lse, kv.page_size, shape.tile)
     return (out, workspace.lse) if return_lse else out

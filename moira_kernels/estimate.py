@@ -28,9 +28,10 @@ from moira_kernels.merge import use_pdl
 from moira_kernels.summary import PageSummaries, summarize_page, tile_tokens
 
 TILE_PAGES = 32
-"""Inner pages per iteration of Estimate."""
-BLOCKS_PER_MULTIPROCESSOR = 6
+"""Inner pages that a thread block of Estimate takes at once."""
 NUM_WARPS = 2
+BLOCKS_PER_MULTIPROCESSOR = 8
+"""Thread blocks of Estimate that registers and shared memory let stay on a multiprocessor together."""
 
 
 def mvar_log_mass(
@@ -51,11 +52,16 @@ def _logits_of_page(q: torch.Tensor, kv: PagedKV, index: torch.Tensor, scale: fl
     return (scale * q @ keys.mT).masked_fill(~valid.mT, -math.inf)
 
 
-def _check(q: torch.Tensor, kv: PagedKV, scale: float | None) -> tuple[torch.Tensor, float]:
+def _check(q: torch.Tensor, kv: PagedKV) -> int:
+    """Query heads per KV head, G."""
     require_tensor("q", q, (kv.batch, None, kv.head_dim), kv.k.dtype, kv.k.device)
     require_divisible("q heads", q.shape[1], "KV heads", kv.num_kv_heads)
-    grouped = q.float().unflatten(1, (kv.num_kv_heads, -1))
-    return grouped, kv.head_dim**-0.5 if scale is None else scale
+    return q.shape[1] // kv.num_kv_heads
+
+
+def _grouped(q: torch.Tensor, kv: PagedKV, scale: float | None) -> tuple[torch.Tensor, float]:
+    """(q as [B, H_kv, G, D] float32, the softmax scale)."""
+    return q.float().unflatten(1, (-1, _check(q, kv))), kv.head_dim**-0.5 if scale is None else scale
 
 
 def reference(q: torch.Tensor, kv: PagedKV, summaries: PageSummaries, scale: float | None = None) -> torch.Tensor:
@@ -64,7 +70,7 @@ def reference(q: torch.Tensor, kv: PagedKV, summaries: PageSummaries, scale: flo
     q is [B, H_q, D]; ``scale`` is the softmax scale, 1/sqrt(D) by default. Inner pages follow Equation (2); the first
     and the current page are exact.
     """
-    grouped, scale = _check(q, kv, scale)
+    grouped, scale = _grouped(q, kv, scale)
     P = kv.max_pages
     num_pages = kv.num_pages()
     column = torch.arange(P, device=q.device)
@@ -85,7 +91,7 @@ def reference(q: torch.Tensor, kv: PagedKV, summaries: PageSummaries, scale: flo
 
 def exact_reference(q: torch.Tensor, kv: PagedKV, scale: float | None = None) -> torch.Tensor:
     """The true log mass, same shape as ``reference``: every page from its keys (the oracle of Equation 1)."""
-    grouped, scale = _check(q, kv, scale)
+    grouped, scale = _grouped(q, kv, scale)
     num_pages = kv.num_pages()
     log_mass = torch.full((*grouped.shape[:3], kv.max_pages), -math.inf, device=q.device)
     for b, pages in enumerate(num_pages.tolist()):
@@ -133,7 +139,6 @@ def _estimate_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -164,16 +169,21 @@ def _estimate_kernel(
             page = tl.load(table + index).to(tl.int64)
             key = k_ptr + page * stride_k_page + head.to(tl.int64) * stride_k_head
             tokens = tl.minimum(seq_len - index * PAGE_SIZE, PAGE_SIZE)
-            s = tl.arange(0, BLOCK_S)
-            k = tl.load(
-                key + s[:, None] * stride_k_token + d[None, :],
-                mask=(s[:, None] < tokens) & (d[None, :] < HEAD_DIM),
-                other=0.0,
-            )
-            logits = _dot(q, k, INTERPRETED) * (scale * 1.4426950408889634)
-            logits = tl.where(s[None, :] < tokens, logits, -float("inf"))
-            largest = tl.max(logits, 1)
-            mass = tl.sum(tl.exp2(logits - largest[:, None]), 1)
+            s = tl.arange(0, TILE_S)
+            largest = tl.full([BLOCK_G], -float("inf"), tl.float32)
+            mass = tl.zeros([BLOCK_G], tl.float32)
+            for start in range(0, tokens, TILE_S):
+                valid = start + s < tokens
+                k = tl.load(
+                    key + (start + s)[:, None] * stride_k_token + d[None, :],
+                    mask=valid[:, None] & (d[None, :] < HEAD_DIM),
+                    other=0.0,
+                )
+                logits = _dot(q, k, INTERPRETED) * (scale * 1.4426950408889634)
+                logits = tl.where(valid[None, :], logits, -float("inf"))
+                new_largest = tl.maximum(largest, tl.max(logits, 1))
+                mass = mass * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(logits - new_largest[:, None]), 1)
+                largest = new_largest
             exact = (largest + tl.log2(mass)) * LN2
             tl.store(out + index, exact[:, None], mask=g[:, None] < GROUP)
             # Also for a row of one page, whose first page is its current page.
@@ -211,11 +221,11 @@ def _estimate_kernel(
 
 
 def parts_per_row(rows: int, max_pages: int, multiprocessors: int) -> int:
-    """Thread blocks that share a row's inner pages: with the two for its exact pages, as many as stay resident on the
-    device together, and no more than the row has tiles.
+    """Thread blocks that share a row's inner pages: about as many as stay resident on the device together, and no more
+    than the row has tiles.
     """
-    resident = BLOCKS_PER_MULTIPROCESSOR * multiprocessors // rows - 2
-    return max(1, min(resident, triton.cdiv(max_pages, TILE_PAGES)))
+    resident = BLOCKS_PER_MULTIPROCESSOR * multiprocessors
+    return max(1, min(resident // rows, triton.cdiv(max_pages, TILE_PAGES)))
 
 
 def launch(
@@ -224,10 +234,9 @@ def launch(
     """Estimate on the device into ``log_mass`` [B, H_q, max_pages] float32. Entries past a request's last page are not
     written. The summary of a current page that is full is (re)built.
     """
-    _check(q, kv, scale)
+    group = _check(q, kv)
     require_tensor("log_mass", log_mass, (kv.batch, q.shape[1], kv.max_pages), torch.float32, q.device)
     require_tensor("summaries.mean", summaries.mean, (kv.k.shape[0], kv.num_kv_heads, kv.head_dim), torch.bfloat16)
-    group = q.shape[1] // kv.num_kv_heads
     require_supported_sizes(q.device, group, kv)
     parts = parts_per_row(kv.batch * kv.num_kv_heads, kv.max_pages, multiprocessors(q.device))
     _estimate_kernel[(kv.num_kv_heads, kv.batch, 2 + parts)](
@@ -249,7 +258,6 @@ def launch(
         HEAD_DIM=kv.head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
         PAGE_SIZE=kv.page_size,
-        BLOCK_S=max(16, triton.next_power_of_2(kv.page_size)),
         TILE_S=tile_tokens(kv.page_size),
         TILE=TILE_PAGES,
         PDL=use_pdl(q.device),

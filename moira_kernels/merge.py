@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from moira_kernels import slices
+
 LN2 = tl.constexpr(0.6931471805599453)
-MAX_VALUES = 16384
-"""Float32 values of partials that a merging thread block holds at once: 64 registers of 8 warps."""
+MAX_VALUES = 4096
+"""Float32 values of partials that a merging thread block loads at once: 32 registers of 4 warps."""
 
 
 def reference(partials: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,129 +44,55 @@ def row_chunks(length, MIN_CHUNK: tl.constexpr, BLOCKS_PER_ROW: tl.constexpr):
 
 
 @triton.jit
-def slice_of(block, total, blocks):
-    """[start, stop) of a thread block when ``total`` units are shared evenly; the first total % blocks get one more."""
-    size = total // blocks
-    extra = total % blocks
-    start = block * size + tl.minimum(block, extra)
-    return start, start + size + (block < extra).to(tl.int32)
-
-
-@triton.jit
-def block_of(unit, total, blocks):
-    """The thread block whose slice holds ``unit``: the inverse of ``slice_of``."""
-    size = total // blocks
-    extra = total % blocks
-    in_larger = extra * (size + 1)
-    return tl.where(unit < in_larger, unit // (size + 1), extra + (unit - in_larger) // tl.maximum(size, 1))
-
-
-@triton.jit
-def _add_pieces(
-    running_max,  # [BLOCK_G]
-    total,
-    acc,  # [BLOCK_G, BLOCK_D]
-    partial_ptr,
-    partial_lse_ptr,
-    first,
-    pieces,
-    first_slot,
-    second_slot,
-    slot_step,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Fold pieces first .. first + TILE - 1 into the running maximum, sum of weights and weighted sum."""
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    j = first + tl.arange(0, TILE)
-    slot = tl.where(j == 0, first_slot, second_slot + (j - 1) * slot_step)
-    head = slot[:, None] * GROUP + g[None, :]
-    listed = (j < pieces)[:, None] & (g[None, :] < GROUP)
-    lse = tl.load(partial_lse_ptr + head, mask=listed, other=-float("inf"))
-    partial = tl.load(
-        partial_ptr + head[:, :, None] * HEAD_DIM + d[None, None, :],
-        mask=listed[:, :, None] & (d[None, None, :] < HEAD_DIM),
-        other=0.0,
-    )
-    partial = tl.where((lse > -float("inf"))[:, :, None], partial, 0.0)
-    new_max = tl.maximum(running_max, tl.max(lse, 0))
-    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weight = tl.exp2(lse - safe_max[None, :])
-    correction = tl.exp2(running_max - safe_max)
-    total = total * correction + tl.sum(weight, 0)
-    acc = acc * correction[:, None] + tl.sum(weight[:, :, None] * partial, 0)
-    return new_max, total, acc
-
-
-@triton.jit
 def _merge_pieces(
-    partial_ptr,
+    partial_ptr,  # of this row's first merged query head
     partial_lse_ptr,
     first_slot,  # slot of piece 0; piece j > 0 is in slot second_slot + (j - 1) * slot_step
     second_slot,
     slot_step,
     pieces,
-    out_ptr,  # of the row's first query head
+    heads,  # query heads to merge, at most HEADS
+    out_ptr,
     lse_ptr,
     stride_out_head,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write a row from its ``pieces`` partials, TILE at a time, always in the order of j."""
-    g = tl.arange(0, BLOCK_G)
+    """Write query heads of a row from its ``pieces`` partials, TILE at a time, always in the order of j."""
+    offset = tl.arange(0, TILE)
+    g = tl.arange(0, HEADS)
     d = tl.arange(0, BLOCK_D)
-    running_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    # The first tile, nearly always the only one, stands outside the loop: inside it costs 1 us more.
-    running_max, total, acc = _add_pieces(
-        running_max,
-        total,
-        acc,
-        partial_ptr,
-        partial_lse_ptr,
-        0,
-        pieces,
-        first_slot,
-        second_slot,
-        slot_step,
-        GROUP,
-        BLOCK_G,
-        HEAD_DIM,
-        BLOCK_D,
-        TILE,
-    )
-    for first in range(TILE, pieces, TILE):
-        running_max, total, acc = _add_pieces(
-            running_max,
-            total,
-            acc,
-            partial_ptr,
-            partial_lse_ptr,
-            first,
-            pieces,
-            first_slot,
-            second_slot,
-            slot_step,
-            GROUP,
-            BLOCK_G,
-            HEAD_DIM,
-            BLOCK_D,
-            TILE,
+    running_max = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    for first in range(0, pieces, TILE):
+        j = first + offset
+        slot = tl.where(j == 0, first_slot, second_slot + (j - 1) * slot_step)
+        head = slot[:, None] * GROUP + g[None, :]
+        listed = (j < pieces)[:, None] & (g[None, :] < heads)
+        lse = tl.load(partial_lse_ptr + head, mask=listed, other=-float("inf"))
+        partial = tl.load(
+            partial_ptr + head[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=listed[:, :, None] & (d[None, None, :] < HEAD_DIM),
+            other=0.0,
         )
+        partial = tl.where((lse > -float("inf"))[:, :, None], partial, 0.0)
+        new_max = tl.maximum(running_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weight = tl.exp2(lse - safe_max[None, :])
+        correction = tl.exp2(running_max - safe_max)
+        total = total * correction + tl.sum(weight, 0)
+        acc = acc * correction[:, None] + tl.sum(weight[:, :, None] * partial, 0)
+        running_max = new_max
     safe_total = tl.where(total > 0, total, 1.0)
     out = acc / safe_total[:, None]
     lse = tl.where(total > 0, running_max + tl.log2(safe_total), -float("inf"))
-    wanted = (g[:, None] < GROUP) & (d[None, :] < HEAD_DIM)
+    wanted = (g[:, None] < heads) & (d[None, :] < HEAD_DIM)
     tl.store(out_ptr + g[:, None] * stride_out_head + d[None, :], out.to(out_ptr.dtype.element_ty), mask=wanted)
-    tl.store(lse_ptr + g, lse * LN2, mask=g < GROUP)
+    tl.store(lse_ptr + g, lse * LN2, mask=g < heads)
 
 
 @triton.jit
@@ -178,7 +106,7 @@ def _merge_eq4_kernel(
     stride_out_head,
     NUM_LISTS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCKS_PER_ROW: tl.constexpr,
@@ -189,21 +117,21 @@ def _merge_eq4_kernel(
     _, chunks = row_chunks(tl.load(lengths_ptr + row), MIN_CHUNK, BLOCKS_PER_ROW)
     if chunks <= 1:  # Attend has written the row itself
         return
+    g = tl.program_id(1) * HEADS
     slot = row * BLOCKS_PER_ROW
-    out = out_ptr + (row // NUM_LISTS) * stride_out_batch + (row % NUM_LISTS) * GROUP * stride_out_head
-    lse = lse_ptr + row * GROUP
     _merge_pieces(
-        partial_ptr,
-        partial_lse_ptr,
+        partial_ptr + g * HEAD_DIM,
+        partial_lse_ptr + g,
         slot,
         slot + 1,
         1,
         chunks,
-        out,
-        lse,
+        GROUP - g,
+        out_ptr + (row // NUM_LISTS) * stride_out_batch + ((row % NUM_LISTS) * GROUP + g) * stride_out_head,
+        lse_ptr + row * GROUP + g,
         stride_out_head,
         GROUP,
-        BLOCK_G,
+        HEADS,
         HEAD_DIM,
         BLOCK_D,
         TILE,
@@ -212,48 +140,69 @@ def _merge_eq4_kernel(
 
 @triton.jit
 def _merge_balanced_kernel(
-    partial_ptr,  # [blocks, 2, G, D] float32
+    partial_ptr,  # [blocks, 2, G, D] float32: of a row begun earlier, of a row that goes on
     partial_lse_ptr,  # [blocks, 2, G] float32, base 2
-    cut_rows_ptr,  # [blocks, 2] int32
+    lengths_ptr,  # [rows] int32
     out_ptr,
     lse_ptr,  # [rows, G] float32
+    num_rows,
     stride_out_batch,
     stride_out_head,
     NUM_LISTS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ATTEND_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ONE_PASS: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # The lengths were there before Attend let this kernel start, so all this runs beside the end of Attend.
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    total, start, stop, row, row_begin = slices.slice_and_row(
+        lengths_ptr, num_rows, block, blocks, PAGE_SIZE, ATTEND_TILE, ROWS, ONE_PASS, True
+    )
+    row_end = row_begin + slices.tiles_of(tl.load(lengths_ptr + row), PAGE_SIZE, ATTEND_TILE)
+    row = row.to(tl.int64)
     if PDL:
         gdc_wait()
-    block = tl.program_id(0)
-    row = tl.load(cut_rows_ptr + 2 * block).to(tl.int64)
-    pieces = tl.load(cut_rows_ptr + 2 * block + 1)
-    if pieces == 0:  # no row that begins in this thread block goes on in the next
-        return
-    # The first piece is this thread block's second partial, the others are the first partials of the next ones.
-    slot = 2 * block
-    out = out_ptr + (row // NUM_LISTS) * stride_out_batch + (row % NUM_LISTS) * GROUP * stride_out_head
-    lse = lse_ptr + row * GROUP
-    _merge_pieces(
-        partial_ptr,
-        partial_lse_ptr,
-        slot + 1,
-        slot + 2,
-        2,
-        pieces,
-        out,
-        lse,
-        stride_out_head,
-        GROUP,
-        BLOCK_G,
-        HEAD_DIM,
-        BLOCK_D,
-        TILE,
-    )
+    # Of a slice's rows only the last can go on in the next slice; the thread block in which it begins merges it.
+    if (start < stop) & (row_begin >= start) & (row_end > stop):
+        pieces = slices.block_of(row_end - 1, total, blocks) - block + 1
+        g = tl.program_id(1) * HEADS
+        # The first piece is this thread block's second partial, the others are the first partials of the next ones.
+        _merge_pieces(
+            partial_ptr + g * HEAD_DIM,
+            partial_lse_ptr + g,
+            2 * block + 1,
+            2 * block + 2,
+            2,
+            pieces,
+            GROUP - g,
+            out_ptr + (row // NUM_LISTS) * stride_out_batch + ((row % NUM_LISTS) * GROUP + g) * stride_out_head,
+            lse_ptr + row * GROUP + g,
+            stride_out_head,
+            GROUP,
+            HEADS,
+            HEAD_DIM,
+            BLOCK_D,
+            TILE,
+        )
+
+
+def launch_shape(pieces: int, group: int, head_dim: int) -> tuple[int, int]:
+    """(partials loaded at once, query heads) of a merging thread block, for rows of about ``pieces`` pieces.
+
+    Twice the pieces, from 8 to 64, because a second load waits for another microsecond; fewer thread blocks with more
+    query heads each, as far as registers allow.
+    """
+    tile = max(8, min(64, triton.next_power_of_2(2 * pieces)))
+    heads = MAX_VALUES // (tile * triton.next_power_of_2(head_dim))
+    return tile, max(1, min(heads, triton.next_power_of_2(group)))
 
 
 def launch_eq4(
@@ -270,8 +219,8 @@ def launch_eq4(
     [B, H_q] float32. Which rows have more than one chunk follows from ``lengths`` by Equation (4), as in Attend.
     """
     rows, blocks_per_row, group, head_dim = partials.shape
-    tile, warps = launch_shape(blocks_per_row, group, head_dim)
-    _merge_eq4_kernel[(rows,)](
+    tile, heads = launch_shape(blocks_per_row, group, head_dim)
+    _merge_eq4_kernel[(rows, triton.cdiv(group, heads))](
         partials,
         partial_lse,
         lengths,
@@ -280,56 +229,56 @@ def launch_eq4(
         *out.stride()[:2],
         NUM_LISTS=lengths.shape[1],
         GROUP=group,
-        BLOCK_G=triton.next_power_of_2(group),
+        HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCKS_PER_ROW=blocks_per_row,
         MIN_CHUNK=min_chunk_pages,
         TILE=tile,
-        num_warps=warps,
+        num_warps=4,
         num_stages=1,
     )
-
-
-def launch_shape(pieces: int, group: int, head_dim: int) -> tuple[int, int]:
-    """(partials loaded at once, warps) for rows of about ``pieces`` pieces: twice as many if registers allow, from 4."""
-    heads = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
-    tile = max(4, min(triton.next_power_of_2(2 * pieces), MAX_VALUES // heads))
-    return tile, 8 if tile * heads > MAX_VALUES // 2 else 4
 
 
 def launch_balanced(
     partials: torch.Tensor,
     partial_lse: torch.Tensor,
-    cut_rows: torch.Tensor,
-    num_lists: int,
-    num_rows: int,
+    lengths: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    page_size: int,
+    attend_tile: int,
 ) -> None:
     """Merge the rows that a slice border cuts, at most one per border, so the work does not grow with the batch.
 
-    partials [blocks, 2, G, D] and partial_lse [blocks, 2, G] float32 (base 2), cut_rows [blocks, 2] int32 as Attend
-    leaves them; out [B, H_q, D]; lse [B, H_q] float32.
+    partials [blocks, 2, G, D] and partial_lse [blocks, 2, G] float32 (base 2); lengths [B, H] int32; out [B, H_q, D];
+    lse [B, H_q] float32. ``page_size`` and ``attend_tile``, both in tokens, are Attend's.
     """
     blocks, _, group, head_dim = partials.shape
+    num_rows = lengths.numel()
+    rows = slices.rows_at_once(num_rows)
     pdl = use_pdl(out.device)
-    tile, warps = launch_shape(blocks // num_rows, group, head_dim)
-    _merge_balanced_kernel[(blocks,)](
+    tile, heads = launch_shape(blocks // num_rows, group, head_dim)
+    _merge_balanced_kernel[(blocks, triton.cdiv(group, heads))](
         partials,
         partial_lse,
-        cut_rows,
+        lengths,
         out,
         lse,
+        num_rows,
         *out.stride()[:2],
-        NUM_LISTS=num_lists,
+        NUM_LISTS=lengths.shape[1],
         GROUP=group,
-        BLOCK_G=triton.next_power_of_2(group),
+        HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        PAGE_SIZE=page_size,
+        ATTEND_TILE=attend_tile,
+        ROWS=rows,
+        ONE_PASS=num_rows <= rows,
         TILE=tile,
         PDL=pdl,
-        num_warps=warps,
+        num_warps=4,
         num_stages=1,
         launch_pdl=pdl,
     )

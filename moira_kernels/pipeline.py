@@ -62,7 +62,6 @@ class DecodeLayer:
             self.pages.last_page_len,
             self.workspace.partials,
             self.workspace.partial_lse,
-            self.workspace.cut_rows,
             self.workspace.lse,
             self.out,
         )

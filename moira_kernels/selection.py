@@ -37,7 +37,10 @@ from moira_kernels.layout import PagedKV, RaggedPages
 from moira_kernels.merge import use_pdl
 
 BISECTION_BITS = 24
+THRESHOLDS = 4
+"""Thresholds that the kernel looks at in a pass: 11 passes for 24 bits, the fastest at 128 and at 2,048 pages."""
 SHORT_PAGES = 256
+"""A row of no more pages is selected at this width, however wide the block table is."""
 
 
 def group_shares(log_mass: torch.Tensor, num_lists: int) -> torch.Tensor:
@@ -160,18 +163,14 @@ def warps_for(block_p: int) -> int:
 
 @triton.jit
 def _select_row(
-    row,
-    batch,
     num_pages,
-    log_mass_ptr,
-    block_table_ptr,
-    counts_ptr,
+    log_mass_ptr,  # of the row's first query head
+    table_ptr,
+    count_ptr,
     page_ids_ptr,
-    lengths_ptr,
+    length_ptr,
     gamma,
     max_pages,
-    stride_table_batch,
-    NUM_LISTS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -181,32 +180,33 @@ def _select_row(
     PASSES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the list of a row of at most BLOCK_P pages."""
+    """Write the list of a row of 1 to BLOCK_P pages."""
     p = tl.arange(0, BLOCK_P)
     g = tl.arange(0, BLOCK_G)
     valid = p < num_pages
     forced = valid & ((p == 0) | (p == num_pages - 1))
     middle = valid & (p > 0) & (p < num_pages - 1)
-    page = tl.load(block_table_ptr + batch * stride_table_batch + p, mask=valid, other=0)
-    if PDL:
+    page = tl.load(table_ptr + p, mask=valid, other=0)
+    if PDL:  # what came before is there already: only the masses are Estimate's
         gdc_wait()
         gdc_launch_dependents()
     log_mass = tl.load(
-        log_mass_ptr + (row * GROUP + g[:, None]) * max_pages + p[None, :],
+        log_mass_ptr + g[:, None] * max_pages + p[None, :],
         mask=(g[:, None] < GROUP) & valid[None, :],
         other=-float("inf"),
     )
-    largest = tl.max(log_mass, 1)
     # The padding of the group has no largest: it must not become NaN.
-    mass = tl.exp(log_mass - tl.where(g < GROUP, largest, 0.0)[:, None])
-    share = tl.sum(mass / tl.where(g < GROUP, tl.sum(mass, 1), 1.0)[:, None], 0) / GROUP
+    largest = tl.where(g < GROUP, tl.max(log_mass, 1), 0.0)
+    mass = tl.exp(log_mass - largest[:, None])
+    total = tl.where(g < GROUP, tl.sum(mass, 1), 1.0)
+    share = tl.sum(mass / total[:, None], 0) / GROUP
     inner = tl.where(middle, share, 0.0)
 
     if KEEP_ALL:
         keep = valid
     elif FIXED_COUNT:
         # Bits of non-negative floats order like the floats. lo: enough pages reach it; hi: too few do.
-        wanted = tl.load(counts_ptr + row % NUM_LISTS) - tl.sum(forced.to(tl.int32), 0)
+        wanted = tl.load(count_ptr) - tl.sum(forced.to(tl.int32), 0)
         bits = tl.where(middle, share.to(tl.int32, bitcast=True), -1)
         lo = 0
         hi = 0x3F800001  # one above the bits of 1.0
@@ -221,13 +221,13 @@ def _select_row(
         left = wanted - tl.sum(above.to(tl.int32), 0)
         keep = forced | above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= left))
     else:
-        # Algorithm 1.
+        # Algorithm 1. The mass at lo is known to suffice, so all thresholds of a pass lie above it.
         t = gamma - tl.sum(tl.where(forced, share, 0.0), 0)
         lo = 0.0
         hi = tl.max(inner, 0)
-        k = tl.arange(0, THRESHOLDS)
+        part = (tl.arange(0, THRESHOLDS) + 1).to(tl.float32) / (THRESHOLDS + 1)
         for _ in range(PASSES):
-            tau = lo + (hi - lo) * ((k + 1).to(tl.float32) / (THRESHOLDS + 1))
+            tau = lo + (hi - lo) * part
             mass_above = tl.sum(tl.where(inner[None, :] >= tau[:, None], inner[None, :], 0.0), 1)
             enough = mass_above >= t
             hi = tl.minimum(hi, tl.min(tl.where(enough, float("inf"), tau), 0))
@@ -235,10 +235,10 @@ def _select_row(
         keep = forced | (middle & (share >= tl.where(t > 0, lo, float("inf"))))
 
     # A boolean would be summed in one bit.
-    position = tl.cumsum(keep.to(tl.int32), 0)
-    tl.store(page_ids_ptr + row * max_pages + position - 1, page, mask=keep)
-    # The current page is always kept, so its position is the length.
-    tl.store(lengths_ptr + row + 0 * p, position, mask=p == num_pages - 1)
+    kept = tl.cumsum(keep.to(tl.int32), 0)
+    tl.store(page_ids_ptr + kept - 1, page, mask=keep)
+    # The current page is always kept, so the count there is the length.
+    tl.store(length_ptr + 0 * p, kept, mask=p == num_pages - 1)
 
 
 @triton.jit
@@ -269,25 +269,26 @@ def _select_kernel(
     batch = row // NUM_LISTS
     seq_len = tl.load(seq_lens_ptr + batch)
     num_pages = tl.cdiv(seq_len, PAGE_SIZE)
+    log_mass = log_mass_ptr + row * GROUP * max_pages
+    table = block_table_ptr + batch * stride_table_batch
+    count = counts_ptr + row % NUM_LISTS
+    page_ids = page_ids_ptr + row * max_pages
+    length = lengths_ptr + row
     if num_pages == 0:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        tl.store(lengths_ptr + row, 0)
+        tl.store(length, 0)
     elif num_pages <= SHORT_P:
         _select_row(
-            row,
-            batch,
             num_pages,
-            log_mass_ptr,
-            block_table_ptr,
-            counts_ptr,
-            page_ids_ptr,
-            lengths_ptr,
+            log_mass,
+            table,
+            count,
+            page_ids,
+            length,
             gamma,
             max_pages,
-            stride_table_batch,
-            NUM_LISTS,
             GROUP,
             BLOCK_G,
             SHORT_P,
@@ -299,18 +300,14 @@ def _select_kernel(
         )
     elif BLOCK_P > SHORT_P:
         _select_row(
-            row,
-            batch,
             num_pages,
-            log_mass_ptr,
-            block_table_ptr,
-            counts_ptr,
-            page_ids_ptr,
-            lengths_ptr,
+            log_mass,
+            table,
+            count,
+            page_ids,
+            length,
             gamma,
             max_pages,
-            stride_table_batch,
-            NUM_LISTS,
             GROUP,
             BLOCK_G,
             BLOCK_P,
@@ -345,7 +342,7 @@ def launch(
         require_tensor("counts", counts, (H,), torch.int32, kv.k.device)
     if not (log_mass.is_contiguous() and pages.page_ids.is_contiguous()):
         raise ValueError("log_mass, pages.page_ids: expected contiguous tensors")
-    thresholds, pdl = thresholds_per_pass(P), use_pdl(log_mass.device)
+    pdl = use_pdl(log_mass.device)
     block_p = max(16, triton.next_power_of_2(P))
     _select_kernel[(B * H,)](
         log_mass,
@@ -366,8 +363,8 @@ def launch(
         SHORT_P=min(block_p, SHORT_PAGES),
         FIXED_COUNT=counts is not None,
         KEEP_ALL=gamma is not None and gamma >= 1,
-        THRESHOLDS=thresholds,
-        PASSES=math.ceil(BISECTION_BITS / math.log2(thresholds + 1)),
+        THRESHOLDS=THRESHOLDS,
+        PASSES=math.ceil(BISECTION_BITS / math.log2(THRESHOLDS + 1)),
         PDL=pdl,
         num_warps=warps_for(block_p),
         launch_pdl=pdl,

@@ -91,7 +91,7 @@ def summarize_page(
 
 
 def tile_tokens(page_size: int) -> int:
-    """Tokens of a page taken at once: at least 16, which the matrix units of Estimate need, and few registers' worth."""
+    """Tokens of a page taken at once: at least the 16 that the matrix units of Estimate need, few for the registers."""
     return min(32, max(16, triton.next_power_of_2(page_size)))
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from moira_kernels import PagedKV, RaggedPages, UnsupportedError, Workspace, attend, attention, selection
+from moira_kernels import PagedKV, RaggedPages, UnsupportedError, Workspace, attend, attention, selection, slices
 from moira_kernels.testing import Geometry, assert_close, bf16_ulp, make_case, max_abs_error, poison
 
 BLOCKS = {"balanced": 7, "eq4": 4}
@@ -43,7 +43,6 @@ def run(q, kv, pages, blocks=None, **options):
     workspace = allocate(q, kv, pages, blocks)
     for tensor in (workspace.partials, workspace.partial_lse, workspace.lse):
         tensor.fill_(float("nan"))
-    workspace.cut_rows.fill_(2**30)
     out = torch.full_like(q, float("nan"))
     result = attend(q, kv, pages, out=out, workspace=workspace, return_lse=True, **options)
     assert result[0] is out
@@ -272,7 +271,7 @@ def test_slice_borders_anywhere(device, blocks, lengths):
 
 def test_more_rows_than_are_added_up_at_once(device, monkeypatch):
     """Lengths are added up in several passes."""
-    monkeypatch.setattr(attention, "MAX_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(slices, "MAX_ROWS_AT_ONCE", 4)
     q, kv = make_case([70, 0, 200, 33, 64, 1, 0, 90, 128, 5, 300], Geometry(2, 1, 16), page_size=32, device=device)
     check(q, kv, random_lists(q, kv))
 

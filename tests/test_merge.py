@@ -68,14 +68,16 @@ def test_row_cut_by_slice_borders(device, pieces):
     for slot in slots:
         partials[slot] = torch.randn(G, D, generator=generator)
         lse[slot] = 5 * torch.randn(G, generator=generator)
-    cut_rows = torch.zeros(blocks, 2, dtype=torch.int32)
-    cut_rows[1] = torch.tensor([1, pieces])
-    out, out_lse = torch.full((2, G, D), 123.0, device=device), torch.full((2, G), 123.0, device=device)
-    scratch = (partials.to(device), lse.to(device) / math.log(2), cut_rows.to(device))
-    merge.launch_balanced(*scratch, 1, 2, out, out_lse)
-    assert (out[0] == 123).all()
-    if not pieces:
-        assert (out[1] == 123).all()
+    # One tile a page and ten a slice; every other row begins and ends at a border.
+    first = [10, 10 * pieces - 5, 5] if pieces else [10, 10]
+    lengths = torch.tensor(first + [10] * ((10 * blocks - sum(first)) // 10), dtype=torch.int32)[:, None]
+    out = torch.full((len(lengths), G, D), 123.0, device=device)
+    out_lse = torch.full(out.shape[:2], 123.0, device=device)
+    scratch = (partials.to(device), lse.to(device) / math.log(2))
+    merge.launch_balanced(*scratch, lengths.to(device), out, out_lse, page_size=16, attend_tile=16)
+    merged = int(pieces > 0)
+    assert (out[torch.arange(len(lengths)) != merged] == 123).all()
+    if not merged:
         return
     want, want_lse = merge.reference(
         torch.stack([partials[slot] for slot in slots], 1), torch.stack([lse[slot] for slot in slots], 1)
