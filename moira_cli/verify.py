@@ -57,7 +57,7 @@ class Verification:
         yield self.estimate()
         yield from self.select()
         yield from self.attend()
-        yield self.dense()
+        yield from self.dense()
         yield self.repeats()
         yield from self.batch()
         yield self.graph()
@@ -159,16 +159,27 @@ class Verification:
                 error <= limit and lse_error <= 1e-2,
             )
 
-    def dense(self) -> Check:
+    def dense(self) -> Iterator[Check]:
         """gamma = 1 keeps every page: dense attention within one bf16 ulp of the largest output."""
         import baselines
         from moira_kernels import attention
         from moira_kernels.testing import bf16_ulp, max_abs_error
 
-        out = self.layer.run(self.q, self.kv, gamma=1.0)
+        out = self.layer.run(self.q, self.kv, gamma=1.0).clone()
         truth, _ = attention.reference(self.q, self.kv, baselines.all_pages(self.kv))
-        error = max_abs_error(out, truth) / bf16_ulp(truth.abs().max()).item()
-        return Check("gamma 1 against dense float32 PyTorch", f"{error:.2f} bf16 ulp", "1 bf16 ulp", error <= 1)
+        ulp = bf16_ulp(truth.abs().max()).item()
+        others = {"dense float32 PyTorch": truth}
+        missing = baselines.describe()["dense-fa3"].missing(self.device.type)
+        if missing is None:
+            fa3 = baselines.load("dense-fa3")(self.q, self.kv, self.layer.pages)
+            fa3.plan()
+            fa3.run()
+            others["dense FA3"] = fa3.out
+        for name, want in others.items():
+            error = max_abs_error(out, want.float()) / ulp
+            yield Check(f"gamma 1 against {name}", f"{error:.2f} bf16 ulp", "1 bf16 ulp", error <= 1)
+        if missing is not None:
+            yield Check("gamma 1 against dense FA3", missing, "1 bf16 ulp", None)
 
     def repeats(self, times: int = 10) -> Check:
         """The same step again gives the same bits."""

@@ -67,10 +67,7 @@ def slice_and_row(
         for first in range(ROWS, num_rows, ROWS):
             total += tl.sum(_tiles_at(lengths_ptr, first, num_rows, PAGE_SIZE, TILE, ROWS), 0)
     start, stop = slice_of(block, total, blocks)
-    if LAST:
-        wanted = tl.maximum(stop - 1, 0)
-    else:
-        wanted = start
+    wanted = tl.maximum(stop - 1, 0) if LAST else start
     before = tl.cumsum(tiles, 0) <= wanted
     row = tl.sum((before & (tiles > 0)).to(tl.int32), 0)
     row_begin = tl.sum(tl.where(before, tiles, 0), 0)
