@@ -92,7 +92,7 @@ def build_points(config: Config, device: torch.device) -> list[Point]:
         if layout not in LAYOUTS:
             raise unknown("KV layout", layout, LAYOUTS)
     recorded = None
-    if config.lists != "synthetic":
+    if config.lists not in ("synthetic", "one-long"):
         recorded = lists.load_recorded(lists.SHIPPED if config.lists == "real" else Path(config.lists))
     points = []
     for text in split_list(config.shape):
@@ -101,6 +101,8 @@ def build_points(config: Config, device: torch.device) -> list[Point]:
         heads = geometry.num_kv_heads
         if recorded is not None:
             sources = [lists.from_recorded(recorded, shape.batch, heads, pages, config.seed)]
+        elif config.lists == "one-long":
+            sources = [lists.one_long(shape.batch, heads, pages, config.seed)]
         else:
             cvs = parse_floats("--cv", config.cv, 0, 10)
             sources = [lists.synthetic(shape.batch, heads, pages, config.keep, cv, config.seed) for cv in cvs]
@@ -280,7 +282,7 @@ def bench_kernel(
     lists: Annotated[
         str | None,
         typer.Option(
-            help="Page lists: real (shipped), synthetic, or FILE. (default: real; synthetic with --cv or --keep)"
+            help="Page lists: real (shipped), synthetic, one-long or FILE. (default: real; synthetic with --cv or --keep)"
         ),
     ] = None,
     cv: Annotated[

@@ -200,8 +200,8 @@ class Lists:
     Attributes:
         counts: [B, H] int, pages kept.
         pages: P, pages of every row.
-        source: 'synthetic', or the label of the recording.
-        cv_nominal: the CV asked for; None for recorded lists.
+        source: 'synthetic', 'one-long', or the label of the recording.
+        cv_nominal: the CV asked for; None if none was.
         seed: seed of the places of the pages.
         exact: (recording, steps [B], lists [B, H]) whose page ids are used as recorded; None to place them at random.
     """
@@ -239,6 +239,13 @@ def synthetic(batch: int, heads: int, pages: int, keep: float, cv: float, seed: 
     """Synthetic lists for B = ``batch`` requests, H = ``heads`` lists each, ``pages`` pages a row."""
     counts = synthetic_counts(batch * heads, pages, keep, cv, seed).reshape(batch, heads)
     return Lists(counts, pages, "synthetic", cv, seed)
+
+
+def one_long(batch: int, heads: int, pages: int, seed: int) -> Lists:
+    """One list of every page among lists of a 64th of them (at least the forced pages): worst for a split by rows."""
+    counts = np.full((batch, heads), max(forced_pages(pages), round(pages / 64)), dtype=np.int64)
+    counts[batch // 2, 0] = pages
+    return Lists(counts, pages, "one-long", None, seed)
 
 
 def from_recorded(recorded: RecordedLists, batch: int, heads: int, pages: int, seed: int) -> Lists:

@@ -181,3 +181,11 @@ def test_every_flipped_byte_is_refused(tmp_path):
             continue
         assert got.meta == want.meta
         assert (got.kept == want.kept).all()
+
+
+def test_one_long_list_among_short_ones():
+    made = lists.one_long(8, 8, 2048, 0)
+    assert sorted(set(made.counts.flatten().tolist())) == [32, 2048]
+    assert (made.counts == 2048).sum() == 1
+    assert (made.keep().sum(-1) == made.counts).all()
+    assert lists.one_long(1, 2, 1, 0).counts.tolist() == [[1, 1]]
