@@ -282,7 +282,7 @@ def bench_kernel(
     lists: Annotated[
         str | None,
         typer.Option(
-            help="Page lists: real (shipped), synthetic, one-long or FILE. (default: real; synthetic with --cv or --keep)"
+            help="Page lists: real (shipped), synthetic, one-long, FILE. (default: real; synthetic with --cv, --keep)"
         ),
     ] = None,
     cv: Annotated[

@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,7 @@ SUITES: dict[str, list[dict[str, str]]] = {
 """Named sets of `bench kernel` options: the paper's Table 6, and one that takes seconds anywhere."""
 
 SUITE_OPTIONS = ("shape", "cv", "lists", "keep", "geometry", "page_size", "kv_layout", "mode", "l2", "seed")
+PLAN_FILE = "compare.json"
 MUST_AGREE = ("min_samples", "min_time_ms", "max_noise", "timeout_s", "check", "mode", "l2")
 
 
@@ -230,29 +232,61 @@ def compare_saved(paths: list[Path], threshold: float, allow_unlike: bool) -> di
     return {"a": str(paths[0]), "b": str(paths[1]), "threshold_pct": threshold, "unlike": differences, "rows": rows}
 
 
-def run_launches(
-    options: list[dict[str, str]], arms: list[str], launches: int, folder: Path, progress: str
-) -> list[list[dict[str, Any]]]:
-    """documents[launch][option set]: `bench kernel` in a process of its own for each, arms forwards and backwards."""
-    documents = []
-    for launch in range(launches):
-        order = arms if launch % 2 == 0 else arms[::-1]
-        documents.append([])
-        for number, option in enumerate(options):
+@dataclass(frozen=True)
+class Plan:
+    """What a live comparison measures; ``compare.json`` in its folder, so that it can be resumed.
+
+    Attributes:
+        runs: `bench kernel` options of each set of points.
+        arms: arms in the order of the first launch.
+        launches: processes per set of points.
+        relative_to: arm of the ratio column; None for the fastest.
+        argv: the command that began it.
+    """
+
+    runs: list[dict[str, str]]
+    arms: list[str]
+    launches: int
+    relative_to: str | None
+    argv: list[str]
+
+
+def run_launches(plan: Plan, folder: Path, progress: str) -> Iterator[list[dict[str, Any]]]:
+    """The documents of one launch after the other, one document per set of points.
+
+    Each comes from a `bench kernel` of its own, with the arms forwards and backwards in turn. What an earlier call left
+    in ``folder`` is not measured again. Ctrl-C, here or there, is a ``KeyboardInterrupt``.
+    """
+    for launch in range(plan.launches):
+        order = plan.arms if launch % 2 == 0 else plan.arms[::-1]
+        documents = []
+        for number, options in enumerate(plan.runs):
             target = folder / f"launch-{launch + 1}" / str(number)
-            flags = [part for name, value in option.items() for part in (f"--{name.replace('_', '-')}", value)]
-            command = [sys.executable, "-m", "moira_cli.main", "bench", "kernel", *flags, "--arms", ",".join(order)]
-            if progress == "plain":
-                print(f"moira: launch {launch + 1}/{launches}, {' '.join(flags)}", file=sys.stderr)
-            done = subprocess.run(
-                [*command, "--run-dir", str(target), "--progress", "none"], capture_output=True, text=True
-            )
-            if not (target / "run.json").exists() or done.returncode in (ExitCode.INTERNAL, ExitCode.CANCELLED):
-                reason = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1].removeprefix("moira: ")
-                known = {int(code) for code in ExitCode}
-                raise CliError(reason, ExitCode(done.returncode) if done.returncode in known else ExitCode.INTERNAL)
-            documents[-1].append(load_run(target))
-    return documents
+            done = load_run(target) if (target / "run.json").exists() else {}
+            if done.get("status") != "complete":
+                done = _bench_kernel(target, options, order, f"launch {launch + 1}/{plan.launches}", progress)
+            documents.append(done)
+        yield documents
+
+
+def _bench_kernel(target: Path, options: dict[str, str], arms: list[str], label: str, progress: str) -> dict[str, Any]:
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    if (target / "run.json").exists():
+        arguments = ["--resume", str(target)]
+    else:
+        arguments = [*flags, "--arms", ",".join(arms), "--run-dir", str(target)]
+    if progress == "plain":
+        print(f"moira: {label}, {' '.join(flags)}", file=sys.stderr)
+    command = [sys.executable, "-m", "moira_cli.main", "bench", "kernel", *arguments, "--progress", "none"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == ExitCode.CANCELLED:
+        raise KeyboardInterrupt
+    document = load_run(target) if (target / "run.json").exists() else None
+    if document is None or document["status"] != "complete":
+        reason = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1].removeprefix("moira: ")
+        known = {int(code) for code in ExitCode}
+        raise CliError(reason, ExitCode(done.returncode) if done.returncode in known else ExitCode.INTERNAL)
+    return document
 
 
 def compare(
@@ -272,6 +306,7 @@ def compare(
         str | None, typer.Option(help="Live: arm of the ratio column. (default: the fastest)")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Live: folder for the results.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Live: finish the comparison in this folder.")] = None,
     threshold: Annotated[float, typer.Option(help="Saved: changes within this percentage are SAME.")] = 1.0,
     fail_on: Annotated[str | None, typer.Option(help="Saved: exit 7 on slower:PERCENT, e.g. slower:3%.")] = None,
     allow_unlike: Annotated[
@@ -293,14 +328,18 @@ def compare(
         if len(runs) != 2:
             raise CliError(f"compare takes two saved runs, or none to run live; got {len(runs)}.")
         _saved(runs, threshold, limit, allow_unlike, output_json)
-    else:
-        if limit is not None:
-            raise CliError("--fail-on compares two saved runs: name them.")
-        options = load_suite(suite) if suite else [{}]
-        for name, value in (("shape", shape), ("cv", cv), ("lists", lists)):
-            if value is not None:
-                options = [{**option, name: value} for option in options]
-        _live(options, baselines, skip, launches, relative_to, run_dir, output_json, progress)
+        return
+    if limit is not None:
+        raise CliError("--fail-on compares two saved runs: name them.")
+    if resume is not None:
+        _live(_load_plan(resume), resume, output_json, progress)
+        return
+    options = load_suite(suite) if suite else [{}]
+    for name, value in (("shape", shape), ("cv", cv), ("lists", lists)):
+        if value is not None:
+            options = [{**option, name: value} for option in options]
+    plan = Plan(options, _choose_arms(baselines, skip, relative_to), launches, relative_to, sys.argv[1:])
+    _live(plan, _new_folder(run_dir, plan), output_json, progress)
 
 
 def _saved(
@@ -321,40 +360,68 @@ def _saved(
         raise typer.Exit(ExitCode.REGRESSION)
 
 
-def _live(
-    options: list[dict[str, str]],
-    baselines_text: str,
-    skip: str,
-    launches: int,
-    relative_to: str | None,
-    run_dir: Path | None,
-    output_json: str | None,
-    progress: str,
-) -> None:
+def _choose_arms(text: str, skip: str, relative_to: str | None) -> list[str]:
     import baselines
-    from moira_cli import environment, records
-    from moira_cli.render import print_run
 
     known = baselines.names("attention")
-    arms = known if baselines_text == "all" else split_list(baselines_text)
-    for arm in [*arms, *split_list(skip), *([relative_to] if relative_to else [])]:
+    arms, left_out = known if text == "all" else split_list(text), split_list(skip)
+    for arm in [*arms, *left_out, *([relative_to] if relative_to else [])]:
         if arm not in known:
             raise unknown("Arm", arm, known)
-    arms = [arm for arm in arms if arm not in split_list(skip)]
-    tool = environment.code_version()
-    folder = run_dir or records.new_run_folder("compare", tool)
-    if (folder / "run.json").exists():
-        raise CliError(f"'{folder}' already holds a run. Name another --run-dir.")
-    documents = run_launches(options, arms, launches, folder, progress)
-    cells = merge_launches([document for launch in documents for document in launch])
-    first = documents[0][0]
-    config = {**first["config_resolved"], "relative_to": relative_to, "launches": launches, "runs": options}
-    head = {**records.header(sys.argv[1:], config, first["env"], tool), "run_id": folder.name}
-    run = records.Run(folder, head, cells)
-    code = records.exit_code(cells)
-    document = run.save("complete", code)
-    records.emit(document, output_json)
-    print_run(document, to_stderr=output_json == "-", ranked=True)
-    for reason in dict.fromkeys(cell["reason"] for cell in cells if cell["status"] != "ok"):
-        records.warn(reason)
+    return [arm for arm in arms if arm not in left_out]
+
+
+def _new_folder(run_dir: Path | None, plan: Plan) -> Path:
+    from moira_cli import environment, records
+
+    folder = run_dir or records.new_run_folder("compare", environment.code_version())
+    if (folder / PLAN_FILE).exists() or (folder / "run.json").exists():
+        raise CliError(
+            f"'{folder}' already holds a run. Continue it with --resume {folder}, or name another --run-dir."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        records.write_atomically(folder / PLAN_FILE, records.dumps(asdict(plan), indent=1) + "\n")
+    except OSError as error:
+        raise CliError(f"Run folder '{folder}' cannot be written: {error.strerror}. Name another --run-dir.") from error
+    return folder
+
+
+def _load_plan(folder: Path) -> Plan:
+    try:
+        return Plan(**json.loads((folder / PLAN_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CliError(f"'{folder}' is not the folder of a live 'moira compare': {error}.") from error
+
+
+def _live(plan: Plan, folder: Path, output_json: str | None, progress: str) -> None:
+    from moira_cli import records
+    from moira_cli.render import print_run
+
+    documents: list[dict[str, Any]] = []
+    launches, cancelled, run, document = 0, False, None, {}
+    try:
+        for launch in run_launches(plan, folder, progress):
+            documents += launch
+            launches += 1
+            first = documents[0]
+            config = {**first["config_resolved"], **asdict(plan), "launches": launches}
+            head = records.header(config.pop("argv"), config, first["env"], first["tool"])
+            run = records.Run(folder, {**head, "run_id": folder.name}, merge_launches(documents))
+            document = run.save("running")
+    except KeyboardInterrupt:
+        cancelled = True
+    if run is not None:
+        code = records.exit_code(run.cells, cancelled=cancelled)
+        document = run.save("cancelled" if cancelled else "complete", code)
+        records.emit(document, output_json)
+        print_run(document, to_stderr=output_json == "-", ranked=True)
+        for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] != "ok"):
+            records.warn(reason)
+    if cancelled:
+        records.warn(
+            f"Stopped after {launches}/{plan.launches} launches. Results saved. "
+            f"Continue: moira compare --resume {folder}"
+        )
+        raise typer.Exit(ExitCode.CANCELLED)
     raise typer.Exit(code)

@@ -157,6 +157,43 @@ def test_live_run_holds_every_arm_over_all_launches(tmp_path):
     one_line(moira("compare", "--run-dir", "r"), 2, "already holds a run")
 
 
+def test_an_interrupted_comparison_is_a_valid_run_and_goes_on(tmp_path, monkeypatch):
+    whole = module.run_launches
+
+    def interrupted(plan, folder, progress):
+        yield next(whole(plan, folder, progress))
+        # A kill in the middle of the second launch: its first cell only.
+        second = folder / "launch-2" / "0"
+        module._bench_kernel(second, plan.runs[0], plan.arms[::-1], "launch 2", progress)
+        document = json.loads((second / "run.json").read_text())
+        (second / "run.json").write_text(json.dumps({**document, "status": "running", "cells": []}))
+        lines = (second / "cells.jsonl").read_text().splitlines(keepends=True)
+        (second / "cells.jsonl").write_text(lines[0])
+        raise KeyboardInterrupt
+
+    arms = ["sparse-torch", "dense-torch"]
+    command = ["compare", "--arms", ",".join(arms), "--shape", "512x1", "--launches", "2", "--run-dir", "r"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "run_launches", interrupted)
+        result = moira(*command)
+    assert result.exit_code == 130
+    assert "Stopped after 1/2 launches" in result.stderr
+    run = read_run(tmp_path / "r")
+    assert (run["status"], run["config_resolved"]["launches"]) == ("cancelled", 1)
+
+    kept = json.loads((tmp_path / "r" / "launch-2" / "0" / "cells.jsonl").read_text())
+    result = moira("compare", "--resume", "r")
+    assert result.exit_code == 0, result.output
+    run = read_run(tmp_path / "r")
+    assert (run["status"], run["config_resolved"]["launches"]) == ("complete", 2)
+    assert [cell["arm"] for cell in run["cells"]] == arms
+    for cell in run["cells"]:
+        assert len(cell["timing"]["cpu_us"]["launch_medians"]) == 2
+    measured = next(cell for cell in run["cells"] if cell["arm"] == kept["arm"])
+    assert measured["timing"]["cpu_us"]["launches"][1] == kept["timing"]["cpu_us"]["samples"]
+    one_line(moira("compare", "--resume", "nowhere"), 2, "is not the folder of a live 'moira compare'")
+
+
 def test_launches_and_their_samples_both_widen_the_interval():
     steady = [[100.0 + i % 2 for i in range(30)]] * 3
     apart = [[x + 20 * k for x in steady[0]] for k in range(3)]
