@@ -34,8 +34,13 @@ def _png(figure: Figure) -> bytes:
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.2 * count, 3.4))
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+    columns = min(count, 4)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[count:]:
+        unused.remove()
+    return figure, panels[:count]
 
 
 def _series(cell: dict[str, Any]) -> str:

@@ -89,9 +89,26 @@ def title(document: dict[str, Any]) -> str:
     """Device, versions, code and date of a run, in one line."""
     env, tool = document["env"], document["tool"]
     device = env["gpu"]["name"] if env["device"] == "cuda" else f"cpu ({env['cpu']})"
-    code = tool["version"] + (f" {tool['commit']}" if tool.get("commit") else "")
+    code = tool["version"] + (f" {tool['commit']}{'-dirty' * bool(tool['dirty'])}" if tool.get("commit") else "")
     versions = env["libraries"]
     return f"{device}, torch {versions['torch']}, triton {versions['triton']}, moira {code}, {document['started_utc']}"
+
+
+def matrix(document: dict[str, Any]) -> list[list[str]]:
+    """Points by arms, with a header: kernel (or cpu) us, and the host plan after a plus where there is one."""
+    arms = list(dict.fromkeys(cell["arm"] for cell in document["cells"]))
+    points: dict[tuple[str, ...], dict[str, str]] = {}
+    for cell in document["cells"]:
+        cv = cell["cv_nominal"]
+        lists = cell["length_source"] if cv is None else f"CV {cv:g} ({cell['cv_measured']:.2f})"
+        key = (cell["shape"]["alias"], str(cell["shape"]["rows"]), lists, cell["kv_layout"], cell["mode"])
+        text = cell["status"]
+        if text == "ok":
+            plan = plan_us(cell)
+            text = f"{cell['timing'][clock_of(cell)]['median']:,.1f}" + (f" + {plan:,.0f}" if plan else "")
+        points.setdefault(key, {})[cell["arm"]] = text
+    header = ["shape", "rows", "lists", "layout", "mode", *arms]
+    return [header, *([*key, *(times.get(arm, "-") for arm in arms)] for key, times in points.items())]
 
 
 def to_csv(document: dict[str, Any]) -> str:
@@ -103,11 +120,20 @@ def to_csv(document: dict[str, Any]) -> str:
     return text.getvalue()
 
 
+def _markdown_table(rows: list[list[str]]) -> str:
+    escaped = [[text.replace("|", "\\|") for text in row] for row in rows]
+    lines = [escaped[0], ["---"] * len(rows[0]), *escaped[1:]]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 def to_markdown(document: dict[str, Any]) -> str:
-    """A Markdown table under a line that says what it was measured on and the command that repeats it."""
-    rows = [[_text(row[name]).replace("|", "\\|") for name in COLUMNS] for row in flat_rows(document)]
-    lines = ["| " + " | ".join(cells) + " |" for cells in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
-    return f"{title(document)}\n\n    {document['repro_command']}\n\n" + "\n".join(lines) + "\n"
+    """Times by point and arm, then every column, under what it was measured on and the command that repeats it."""
+    rows = [[_text(row[name]) for name in COLUMNS] for row in flat_rows(document)]
+    tables = "\n".join(map(_markdown_table, (matrix(document), [list(COLUMNS), *rows])))
+    launches = document["config_resolved"].get("launches", 1)
+    clock = "cpu" if document["env"]["device"] == "cpu" else "kernel"
+    what = f"{clock} us, + host plan us; launches: {launches}"
+    return f"{title(document)}\n\n    {document['repro_command']}\n\n{what}\n\n{tables}"
 
 
 def to_html(document: dict[str, Any]) -> str:
@@ -119,6 +145,8 @@ def to_html(document: dict[str, Any]) -> str:
     def cells(tag: str, values: list[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 
+    header, *points = matrix(document)
+    times = [cells("th", header), *(cells("td", point) for point in points)]
     table = [cells("th", list(COLUMNS))]
     table += [cells("td", [_text(row[name]) for name in COLUMNS]) for row in flat_rows(document)]
     pictures = [
@@ -133,7 +161,7 @@ def to_html(document: dict[str, Any]) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>moira report</title><style>{style}</style>'
         f"<h1>moira report</h1><p>{heading}</p><pre>{html.escape(document['repro_command'])}</pre>"
-        f"{''.join(pictures)}<table>{''.join(table)}</table></html>\n"
+        f"<table>{''.join(times)}</table>{''.join(pictures)}<table>{''.join(table)}</table></html>\n"
     )
 
 

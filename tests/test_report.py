@@ -41,7 +41,11 @@ def test_markdown_names_machine_and_command(run_folder):
     text = moira("report", run_folder).stdout
     assert text.startswith("cpu (")
     assert "    moira bench kernel" in text or "    moira" in text
-    assert text.count("\n| ") == 8 + 2
+    points, cells = text.split("| shape |")[1:]
+    assert points.count("\n| ") == 4 + 1
+    assert cells.count("\n| ") == 8 + 1
+    assert "| 2kx1 | 2 | CV 1 (" in points
+    assert "| skipped_unsupported |" in points
 
 
 def test_json_is_the_run(run_folder, tmp_path):
@@ -57,7 +61,7 @@ def test_pictures_and_page(run_folder, tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(PNG) for name in names)
     page = moira("report", run_folder, "--format", "html").stdout
     assert page.count("<img ") == 2
-    assert page.count("<tr>") == 8 + 1
+    assert page.count("<tr>") == 4 + 1 + 8 + 1
     assert "http" not in page
 
 
