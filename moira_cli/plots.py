@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from moira_cli.compare import clock_of
@@ -43,63 +44,81 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     return figure, panels[:count]
 
 
-def _series(cell: dict[str, Any]) -> str:
-    return f"{cell['arm']} ({cell['mode']}, {cell['kv_layout']})"
+def _series(cells: list[dict[str, Any]]) -> Callable[[dict[str, Any]], str]:
+    """Names a cell's line: the arm, and of mode and layout what the run has more than one of."""
+    varying = [name for name in ("mode", "kv_layout") if len({cell[name] for cell in cells}) > 1]
+    return lambda cell: ", ".join([cell["arm"], *(cell[name] for name in varying)])
+
+
+def _legend(figure: Figure, panels: list[Axes]) -> None:
+    """One legend for all panels, beside them: a line has the same colour in each."""
+    lines: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            lines.setdefault(label, handle)
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize="small")
 
 
 def _unit(cell: dict[str, Any]) -> str:
     return "kernel time (us)" if cell["device"] == "cuda" else "cpu time (us)"
 
 
-def _draw(axes: Axes, points: dict[str, list[tuple[float, dict[str, Any]]]]) -> None:
-    """One line per series with its 95% intervals."""
+def _draw(axes: Axes, points: dict[str, list[tuple[float, dict[str, Any]]]], names: list[str]) -> None:
+    """One line per series with its 95% intervals; its colour and marker follow from its place in ``names``."""
     for name, values in points.items():
+        number = names.index(name)
+        style = {"color": f"C{number % 10}", "marker": "os^v"[number // 10 % 4], "markersize": 4}
         values.sort(key=lambda value: value[0])
         times = [cell["timing"][clock_of(cell)] for _, cell in values]
         median = [time["median"] for time in times]
         low = [max(0.0, time["median"] - time["ci95"][0]) for time in times]
         high = [max(0.0, time["ci95"][1] - time["median"]) for time in times]
-        axes.errorbar([x for x, _ in values], median, yerr=[low, high], marker="o", markersize=3, label=name)
+        axes.errorbar([x for x, _ in values], median, yerr=[low, high], label=name, **style)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="x-small")
 
 
 def time_against_cv(cells: list[dict[str, Any]]) -> Figure | None:
     """One panel per shape; None if no shape was measured at two CVs of synthetic lists."""
     shapes: dict[str, dict[str, list]] = {}
+    series = _series(cells)
     for cell in cells:
         if cell["cv_nominal"] is not None:
-            series = shapes.setdefault(cell["shape"]["alias"], {}).setdefault(_series(cell), [])
-            series.append((cell["cv_measured"], cell))
+            line = shapes.setdefault(cell["shape"]["alias"], {}).setdefault(series(cell), [])
+            line.append((cell["cv_measured"], cell))
     shapes = {
         label: lines for label, lines in shapes.items() if max(len({x for x, _ in line}) for line in lines.values()) > 1
     }
     if not shapes:
         return None
     figure, panels = _panels(len(shapes))
+    names = list(dict.fromkeys(map(series, cells)))
     for axes, (label, lines) in zip(panels, shapes.items(), strict=True):
-        _draw(axes, lines)
+        _draw(axes, lines, names)
         axes.set(title=label, xlabel="CV of the page counts (measured)", ylabel=_unit(cells[0]))
+    _legend(figure, panels)
     return figure
 
 
 def time_against_rows(cells: list[dict[str, Any]]) -> Figure | None:
     """One panel per list source or nominal CV; None if everything has the same number of rows."""
     sources: dict[str, dict[str, list]] = {}
+    series = _series(cells)
     for cell in cells:
         cv = cell["cv_nominal"]
         source = "recorded lists" if cv is None else f"CV {cv:g}"
-        sources.setdefault(source, {}).setdefault(_series(cell), []).append((cell["shape"]["rows"], cell))
+        sources.setdefault(source, {}).setdefault(series(cell), []).append((cell["shape"]["rows"], cell))
     sources = {
         name: lines for name, lines in sources.items() if max(len({x for x, _ in line}) for line in lines.values()) > 1
     }
     if not sources:
         return None
     figure, panels = _panels(len(sources))
+    names = list(dict.fromkeys(map(series, cells)))
     for axes, (name, lines) in zip(panels, sources.items(), strict=True):
-        _draw(axes, lines)
+        _draw(axes, lines, names)
         axes.set_xscale("log", base=2)
         axes.set(title=name, xlabel="rows (requests x KV heads)", ylabel=_unit(cells[0]))
+    _legend(figure, panels)
     return figure
 
 
