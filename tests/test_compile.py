@@ -67,6 +67,9 @@ for kernel, constants, options in KERNELS:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     result[f"{kernel.__name__} {constants}"] = compiled.metadata.shared
+# Case I4: the number of rows, which changes from step to step, compiles nothing new.
+for kernel in (attention._attend_balanced_kernel, merge._merge_balanced_kernel):
+    assert [p.do_not_specialize for p in kernel.params if p.name == "num_rows"] == [True]
 print(json.dumps(result))
 """
 

@@ -136,3 +136,10 @@ def test_summary_is_written_when_the_page_fills(device):
         assert written == ([int(kv.block_table[0, seq_len // 64 - 1])] if seq_len % 64 == 0 else [])
         for page in written:
             torch.testing.assert_close(summaries.mean[page].float(), want.mean[page].float(), rtol=2**-7, atol=1e-6)
+
+
+def test_parts_fill_the_device_whatever_the_batch():
+    """Thread blocks of a row's inner pages: never none, never more than tiles, together about one residency."""
+    assert [estimate.parts_per_row(rows, 2032, 132) for rows in (8, 32, 256, 4096)] == [64, 33, 4, 1]
+    assert estimate.parts_per_row(8, 1, 132) == 1
+    assert estimate.parts_per_row(8, 33, 132) == 2

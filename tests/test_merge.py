@@ -84,3 +84,14 @@ def test_row_cut_by_slice_borders(device, pieces):
     )
     torch.testing.assert_close(out[1].cpu(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out_lse[1].cpu(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_launch_fits_registers(group, head_dim):
+    for pieces in (0, 1, 4, 16, 500):
+        tile, heads = merge.launch_shape(pieces, group, head_dim)
+        assert min(64, 2 * pieces) <= tile <= 64
+        assert 1 <= heads < 2 * group
+        # One query head is the least, however many values that is.
+        assert heads == 1 or tile * heads * head_dim <= merge.MAX_VALUES
