@@ -45,7 +45,7 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
 
         return [
             (arm.name, f"needs {', '.join(arm.needs).replace('|', ' or ')}" if arm.needs else "any device", arm.summary)
-            for arm in baselines.describe().values()
+            for arm in baselines.describe(None).values()
         ]
     if topic is Topic.SHAPES:
         parsed = (shapes.parse_shape(label) for label in shapes.PAPER_SHAPES)

@@ -15,6 +15,7 @@ import typer
 from moira_cli.compare import clock_of, load_run
 from moira_cli.errors import CliError
 from moira_cli.records import dumps, plan_us, require_writable, write_atomically
+from moira_cli.render import kernel_rows, stage_rows
 
 
 class Format(StrEnum):
@@ -105,9 +106,17 @@ def to_csv(document: dict[str, Any]) -> str:
 
 def to_markdown(document: dict[str, Any]) -> str:
     """A Markdown table under a line that says what it was measured on and the command that repeats it."""
-    rows = [[_text(row[name]).replace("|", "\\|") for name in COLUMNS] for row in flat_rows(document)]
-    lines = ["| " + " | ".join(cells) + " |" for cells in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
-    return f"{title(document)}\n\n    {document['repro_command']}\n\n" + "\n".join(lines) + "\n"
+    tables = []
+    for head, *rows in _tables(document):
+        lines = [head, ["---"] * len(head), *([text.replace("|", "\\|") for text in row] for row in rows)]
+        tables.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n")
+    return f"{title(document)}\n\n    {document['repro_command']}\n\n" + "\n".join(tables)
+
+
+def _tables(document: dict[str, Any]) -> list[list[list[str]]]:
+    """The flat table and, of a profiled run, its stages and kernels; each starts with its header."""
+    flat = [list(COLUMNS), *([_text(row[name]) for name in COLUMNS] for row in flat_rows(document))]
+    return [flat, *filter(None, (stage_rows(document["cells"]), kernel_rows(document["cells"])))]
 
 
 def to_html(document: dict[str, Any]) -> str:
@@ -119,21 +128,23 @@ def to_html(document: dict[str, Any]) -> str:
     def cells(tag: str, values: list[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 
-    table = [cells("th", list(COLUMNS))]
-    table += [cells("td", [_text(row[name]) for name in COLUMNS]) for row in flat_rows(document)]
+    tables = [
+        f"<table>{cells('th', head)}{''.join(cells('td', row) for row in rows)}</table>"
+        for head, *rows in _tables(document)
+    ]
     pictures = [
         f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
         for name, png in figures(document).items()
     ]
     style = (
-        "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;font-size:small}"
+        "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;font-size:small;margin:1em 0}"
         "td,th{border:1px solid #ccc;padding:2px 6px;text-align:right;white-space:nowrap}figure{margin:1em 0}"
     )
     heading = html.escape(title(document))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>moira report</title><style>{style}</style>'
         f"<h1>moira report</h1><p>{heading}</p><pre>{html.escape(document['repro_command'])}</pre>"
-        f"{''.join(pictures)}<table>{''.join(table)}</table></html>\n"
+        f"{''.join(pictures)}{''.join(tables)}</html>\n"
     )
 
 
@@ -146,7 +157,8 @@ def report(
 ) -> None:
     """Write a saved run as Markdown, CSV, JSON, a self-contained HTML page, or PNG pictures.
 
-    Pictures: time against CV per shape, time against rows, and the pages of each thread block.
+    Pictures: time against CV per shape, time against rows, the pages of each thread block; of a profiled run the
+    stages of a step per arm, and a timeline of one layer.
     """
     document = load_run(run)
     if output is not None:
@@ -158,7 +170,7 @@ def report(
             raise CliError("--format png: name the files with --output NAME.png.")
         pictures = figures(document)
         if not pictures:
-            raise CliError("The run has nothing to draw: it needs two CVs or two numbers of rows, measured.")
+            raise CliError("The run has nothing to draw: it needs two CVs, two numbers of rows, or a profile.")
         for name, png in pictures.items():
             target = output.with_name(f"{output.stem}-{name}.png")
             write_atomically(target, png)
