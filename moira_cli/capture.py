@@ -2,9 +2,10 @@
 
     python -m moira_cli.capture RUN CELL nsys|ncu|torch OUTPUT
 
-CELL counts from 0 in the run's cells. The cell is built, planned and warmed up as it was when it was measured; then one
-batch of its passes (ncu: a few plain calls) runs between cudaProfilerStart and cudaProfilerStop, or inside torch.profiler,
-whose trace goes to OUTPUT.trace.json.gz. OUTPUT.json gets the number of steps, the layers of a step and the times.
+CELL counts from 0 in the run's cells. The cell is built and planned as it was when it was measured and warmed up; then
+one batch of its passes (ncu: a few plain calls) runs between cudaProfilerStart and cudaProfilerStop, or inside
+torch.profiler, whose trace goes to OUTPUT.trace.json.gz. OUTPUT.json gets the number of steps, the layers of a step and
+the microseconds of a step, a sample a pass.
 """
 
 from __future__ import annotations

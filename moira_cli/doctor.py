@@ -28,7 +28,8 @@ def diagnose() -> dict[str, Any]:
         "profilers": environment.profilers(),
         "disk_free_bytes": free,
         "arms": {
-            name: arm.missing("cuda" if visible else "cpu") or "available" for name, arm in baselines.describe(None).items()
+            name: arm.missing("cuda" if visible else "cpu") or "available"
+            for name, arm in baselines.describe(None).items()
         },
         "advice": _advice(visible, gpus, environment.profilers(), free),
     }

@@ -1,7 +1,7 @@
 """The three ways to profile a command: Nsight Systems, Nsight Compute, torch.profiler.
 
-Each takes the command of the process to profile and OUTPUT, the common start of its files' names, and fails with one line
-that says what is wrong and what to do. What the process and the tool printed is kept in OUTPUT.log.
+Each takes the command of the process to profile and OUTPUT, the common start of its files' names, and fails with one
+line that says what is wrong and what to do. What the process and the tool printed is kept in OUTPUT.log.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,9 @@ INSTALL = {
     "ncu": "Install Nsight Compute (it comes with the CUDA toolkit), or use --torch for times alone.",
 }
 NO_PERMISSION = (
-    "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM). Run as root, start the container with --cap-add=SYS_ADMIN, or "
-    "load the driver with NVreg_RestrictProfilingToAdminUsers=0. 'moira profile --nsys' and --torch need no counters."
+    "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM). Run as root, start the container with "
+    "--cap-add=SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0. --nsys and --torch need no "
+    "counters."
 )
 
 
@@ -72,11 +72,13 @@ def _steps(done: subprocess.CompletedProcess, output: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         last = (said or ["it printed nothing"])[-1].strip().removeprefix("moira: ")
-        raise ProfilerError(f"The profiled process failed (exit {done.returncode}): {last} See {output}.log.") from error
+        raise ProfilerError(
+            f"The profiled process failed (exit {done.returncode}): {last} See {output}.log."
+        ) from error
 
 
 def _summary(records, steps: dict[str, Any], untraced_us: float) -> dict[str, Any]:
-    return summarize(records, steps["steps"], steps["layers"], statistics.median(steps["us"]), untraced_us)
+    return summarize(records, steps["steps"], steps["layers"], steps["us"], untraced_us)
 
 
 def with_nsys(child: list[str], output: Path, untraced_us: float, flags: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`moira profile`: where a step's time goes.
 
 The cells are first measured by `moira bench` itself, in a process of its own; then each one is built again in a process
-under the profiler (``moira_cli.capture``), and the records are added up by stage. A profiled step is slower than a measured
-one, so both are shown and the difference is named.
+under the profiler (``moira_cli.capture``), and the records are added up by stage. A step is slower under a profiler, so
+both times are shown and the difference is named.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def require_gpu(way: str, device: str) -> None:
 def bench(target: str, options: list[str], folder: Path) -> tuple[int, bool]:
     """Measure the cells with `moira bench`; (exit code, whether there is a run)."""
     command = [sys.executable, "-m", "moira_cli.main", "bench", target, *options, "--run-dir", str(folder)]
-    code = subprocess.run(command, check=False, stdout=sys.stderr).returncode
+    code = subprocess.run(command, check=False, stdout=2).returncode  # its table on stderr: stdout is for the profile
     return code, (folder / "run.json").exists()
 
 
@@ -131,8 +131,8 @@ def profile(
     target = options.pop(0) if options and options[0] in TARGETS else "kernel"
     if target == "e2e":
         raise CliError(
-            "'moira profile e2e' needs 'moira bench e2e', which this version does not have. Profile a layer's attention: "
-            "'moira profile kernel'.",
+            "'moira profile e2e' needs 'moira bench e2e', which this version does not have. 'moira profile kernel' "
+            "profiles one layer's attention.",
             ExitCode.ENVIRONMENT,
         )
     for option in options:

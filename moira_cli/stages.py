@@ -1,6 +1,6 @@
 """Which stage of a decode step a GPU kernel belongs to, by its name: the one table of patterns.
 
-A kernel of a CUDA-graph replay carries no range, so its name is all there is. The first pattern found in the name decides.
+A kernel of a CUDA-graph replay carries no range, so its name is all there is. The first pattern found in it decides.
 What no pattern knows is ``unclassified`` and is always shown: a new kernel must not hide among the known ones.
 """
 
@@ -16,8 +16,8 @@ PATTERNS = (
     ("Select", r"^_select_\w*kernel"),
     ("Merge", r"^_merge_\w*kernel"),
     ("Update", r"^_update_\w*kernel"),
-    # Attention of the libraries. The namespace `flash` is FlashAttention's (FA3's kernels hide in cutlass::device_kernel,
-    # so this comes before GEMM); PyTorch's copy is `pytorch_flash`.
+    # Attention of the libraries. The namespace `flash` is FlashAttention's; its kernels are template arguments of
+    # cutlass::device_kernel, so this comes before GEMM. PyTorch's copy is `pytorch_flash`.
     ("FA3", r"\bflash::"),
     ("FlashInfer", r"\bflashinfer::|\bkernel_mha|\bxqa"),
     ("SDPA", r"pytorch_flash::|fmha_|cudnn\w*sdpa|scaled_dot_product"),

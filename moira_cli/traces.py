@@ -3,9 +3,9 @@
 Nsight Systems: its own SQLite export, as documented for 2023.4 and unchanged in the columns read here since 2022.4;
 tables are there only if they have rows, times are integer nanoseconds:
 
-    CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET   start, end, deviceId, streamId; kernels: demangledName -> StringIds.id
+    CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET   start, end, deviceId, streamId; KERNEL: demangledName, a StringIds.id
     CUPTI_ACTIVITY_KIND_GRAPH_TRACE                a row per launch of a CUDA graph that was traced as a whole
-    NVTX_EVENTS                                    eventType 75 names a domain, 59 is a push/pop range (text or textId)
+    NVTX_EVENTS                                    eventType 75 names a domain (text, domainId), 59 is a push/pop range
 
 torch.profiler: the Chrome trace, events of category kernel, gpu_memcpy and gpu_memset (CPU: cpu_op) in microseconds.
 Nsight Compute: the raw page as CSV, a header, a line of units, a line per kernel launch.
@@ -78,7 +78,9 @@ def read_nsys(path: Path) -> tuple[list[Record], int]:
                     "(SELECT domainId FROM NVTX_EVENTS WHERE eventType = 75 AND text = 'moira')"
                 ).fetchone()
     except sqlite3.Error as error:
-        raise ProfilerError(f"The export '{path}' cannot be read: {error}. Keep the report and export again.") from error
+        raise ProfilerError(
+            f"The export '{path}' cannot be read: {error}. Keep the report and export again."
+        ) from error
     return sorted((Record(*row) for row in rows), key=lambda record: record.start), ranges
 
 
@@ -88,7 +90,7 @@ def read_chrome(path: Path, device: str) -> list[Record]:
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProfilerError(f"The trace '{path}' cannot be read: {error}.") from error
     names = {"gpu_memcpy": "[memcpy]", "gpu_memset": "[memset]"}
     wanted = {"kernel", *names} if device == "cuda" else {"cpu_op"}
@@ -105,8 +107,8 @@ def read_chrome(path: Path, device: str) -> list[Record]:
     ]
     if not records:
         raise ProfilerError(
-            "torch.profiler brought back no CUDA kernels: another profiler holds the GPU's records (CUPTI serves one at "
-            "a time), or its libcupti is missing. Run without nsys or ncu around this command."
+            "torch.profiler brought back no CUDA kernels: another profiler holds the GPU's records (CUPTI serves one "
+            "at a time), or libcupti is missing. Run without nsys or ncu around this command."
             if device == "cuda"
             else "torch.profiler brought back no operators."
         )
@@ -123,19 +125,23 @@ def _outermost(records: Iterable[Record]) -> Iterable[Record]:
             yield record
 
 
-def summarize(records: list[Record], steps: int, layers: int, traced_us: float, untraced_us: float) -> dict[str, Any]:
+def summarize(
+    records: list[Record], steps: int, layers: int, traced: list[float], untraced_us: float
+) -> dict[str, Any]:
     """Where a step's time goes.
 
     Args:
         records: everything that ran in ``steps`` equal steps, in order of start.
+        steps: how many.
         layers: decode layers of a step (1 where a step is one layer's attention).
-        traced_us: the step's time under the profiler; untraced_us: without it.
+        traced: microseconds of a step under the profiler, samples that together cover the steps.
+        untraced_us: the step's time without it.
 
     Returns:
-        ``stages``: microseconds per step and stage; ``kernels``: the same by name with calls per step; ``busy_us``: time
-        with anything running; ``gaps_us``: the rest of the traced step; ``overhead_pct``: traced over untraced;
-        ``uneven``: names that were not recorded equally often in every step; ``timeline``: one layer's records;
-        ``notes``: what a reader must know. Times are medians over steps; a stage is the sum of its kernels' medians.
+        ``stages``: microseconds per step and stage; ``kernels``: the same by name with calls per step; ``traced_us``,
+        ``overhead_pct``: over the untraced step; ``busy_us``: with anything running; ``gaps_us``: with nothing;
+        ``uneven``: names whose number is no multiple of the steps; ``timeline``: one layer's records; ``notes``: what a
+        reader must know. Times are medians over steps (a stage: the sum of its kernels' medians), busy and gaps means.
     """
     notes = []
     by_device = defaultdict(list)
@@ -143,14 +149,17 @@ def summarize(records: list[Record], steps: int, layers: int, traced_us: float, 
         by_device[record.device].append(record)
     if len(by_device) > 1:
         device = max(by_device, key=lambda d: sum(r.end - r.start for r in by_device[d]))
-        notes.append(f"records of GPUs {', '.join(map(str, sorted(by_device)))}: only GPU {device}, the busiest, is shown")
+        notes.append(
+            f"records of GPUs {', '.join(map(str, sorted(by_device)))}: only GPU {device}, the busiest, is shown"
+        )
         records = by_device[device]
     busy_us = _union(records) / steps / 1e3
-    low, high = (factor * untraced_us for factor in BUSY_OVER_STEP)
+    traced_us, mean_us = statistics.median(traced), statistics.fmean(traced)
+    low, high = (factor * mean_us for factor in BUSY_OVER_STEP)
     if any(record.end < record.start for record in records) or not low < busy_us < high:
         raise ProfilerError(
-            f"The trace's times cannot be nanoseconds: its records make {busy_us:.4g} us a step, and the step takes "
-            f"{untraced_us:.4g} us. Was the file exported by another tool?"
+            f"The trace's times cannot be nanoseconds: its records make {busy_us:.4g} us a step, and the profiled step "
+            f"took {mean_us:.4g} us. Was the file exported by another tool?"
         )
     by_name = defaultdict(list)
     for record in records:
@@ -184,7 +193,7 @@ def summarize(records: list[Record], steps: int, layers: int, traced_us: float, 
         "kernels": kernels,
         "unclassified_pct": unknown_pct,
         "busy_us": busy_us,
-        "gaps_us": traced_us - busy_us,
+        "gaps_us": mean_us - busy_us,
         "traced_us": traced_us,
         "untraced_us": untraced_us,
         "overhead_pct": 100 * (traced_us / untraced_us - 1),
@@ -239,7 +248,7 @@ NCU_METRICS = {
 
 
 def read_ncu(text: str) -> list[dict[str, Any]]:
-    """Per kernel, medians over its launches: us, DRAM TB/s, occupancy, registers a thread, bytes through local memory."""
+    """Per kernel, medians over launches: us, DRAM TB/s, occupancy in %, registers a thread, bytes of local memory."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     if len(rows) < 2:
