@@ -21,7 +21,7 @@ from moira_cli import harness
 from moira_cli.bench_kernel import Config, build_cells, build_points
 from moira_cli.compare import load_run
 from moira_cli.records import dumps, write_atomically
-from moira_cli.timing import Timer, WallTimer
+from moira_cli.timing import PASSES_PER_BATCH, Timer, WallTimer
 from moira_kernels.ranges import annotate
 
 NCU_CALLS = 3
@@ -55,8 +55,10 @@ def torch_trace(device: torch.device, path: Path) -> Iterator[None]:
 
 
 def passes(timer: Timer) -> tuple[int, list[float]]:
-    """(calls, microseconds of each sample) of one batch."""
-    us = timer.batch_us()
+    """(calls, microseconds of a call in each sample) of at least a batch of passes."""
+    us: list[float] = []
+    while len(us) < PASSES_PER_BATCH:
+        us += timer.batch_us()
     return len(us) * (1 if isinstance(timer, WallTimer) else timer.calls), us
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moira_cli.compare import clock_of
 from moira_cli.errors import CliError, ExitCode
-from moira_cli.stages import STAGES
+from moira_cli.stages import STAGES, UNCLASSIFIED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,10 +130,9 @@ def pages_per_block(cells: list[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-STAGE_COLORS = dict(zip(STAGES, (f"C{i % 10}" for i in range(len(STAGES))), strict=True)) | {
-    "rest": "0.6",
-    "unclassified": "black",
-}
+HUES = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
+STAGE_COLORS = {"rest": "0.7", UNCLASSIFIED: "black"}
+STAGE_COLORS |= dict(zip([stage for stage in STAGES if stage not in STAGE_COLORS], HUES, strict=True))
 
 
 def _bars(cells: list[dict[str, Any]]) -> tuple[Figure, Axes, list[int]]:

@@ -196,7 +196,7 @@ def stage_rows(cells: list[dict[str, Any]]) -> list[list[str]]:
         times = [p["traced_us"], *(p["stages"][s] for s in shown), p["stages"][UNCLASSIFIED], p["gaps_us"]]
         times.append(p["untraced_us"])
         for name, divisor in [(cell["arm"], 1)] + [(f"{cell['arm']}, per layer", p["layers"])] * (p["layers"] > 1):
-            texts = [f"{us / divisor:,.1f}" for us in times]
+            texts = [f"{us / divisor:,.1f}" if us else "-" for us in times]
             texts[-3] += f" ({p['unclassified_pct']:.1f}%)"
             rows.append([cell["shape"]["alias"], name, *texts, f"{p['overhead_pct']:+.1f}%"])
     return rows if len(rows) > 1 else []

@@ -18,7 +18,7 @@ import gzip
 import json
 import sqlite3
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -180,6 +180,8 @@ def summarize(
     for kernel in kernels:
         kernel["share_pct"] = 100 * kernel["us"] / total
         stages[kernel["stage"]] += kernel["us"]
+    if total > 1.02 * busy_us:
+        notes.append(f"kernels overlap by {total - busy_us:.1f} us: one that starts early waits within its own time")
     unknown_pct = 100 * stages[UNCLASSIFIED] / total
     if traced_us < 0.95 * untraced_us:
         notes.append("faster than without the profiler: the machine was busier while it was measured")
@@ -213,17 +215,20 @@ def _union(records: Iterable[Record]) -> float:
 
 
 def _one_layer(records: list[Record], repeats: int) -> list[dict[str, Any]]:
-    """The records of one layer in the middle of the trace: from one launch of the first kernel that runs ``repeats``
-    times to its next launch. Empty if there is no such kernel.
+    """The records of one layer in the middle of the trace.
+
+    If the trace is one sequence of names ``repeats`` times over, that sequence; else (a step has more than its layers)
+    from one launch of the first kernel that runs ``repeats`` times to its next. Empty if there is no such kernel.
     """
-    starts = defaultdict(list)
-    for index, record in enumerate(records):
-        starts[record.name].append(index)
-    once = next((indices for indices in starts.values() if len(indices) == repeats), None)
-    if once is None:
-        return []
-    middle = len(once) // 2
-    chosen = records[once[middle] : once[middle + 1] if middle + 1 < len(once) else None]
+    names = [record.name for record in records]
+    length, middle = len(names) // repeats, repeats // 2
+    if names == names[:length] * repeats:
+        chosen = records[middle * length : (middle + 1) * length]
+    else:
+        counts = Counter(names)
+        once = next((name for name in counts if counts[name] == repeats), None)
+        starts = [index for index, name in enumerate(names) if name == once]
+        chosen = records[starts[middle] : [*starts, None][middle + 1]] if starts else []
     return [
         {
             "name": record.name,

@@ -72,17 +72,18 @@ def write(path, kernels=(), *, graphs=0, memsets=(), ranges=("replays",), domain
         database.commit()
 
 
-def layer_kernels(steps, *, start=1_000_000, device=0, extra=()):
-    """Kernels of ``steps`` steps of 100 us: (name, start, end, device).
+def layer_kernels(steps, *, step_us=100, start=1_000_000, device=0, extra=()):
+    """Kernels of ``steps`` steps of ``step_us``: (name, start, end, device).
 
-    Estimate 10, Select 5, Attend 60, Merge 3 us, and ``extra`` (name, us) after them; 1 us between two.
+    Of 100 us Estimate takes 10, Select 5, Attend 60, Merge 3 and ``extra`` (name, us) follow, 1 us between two.
     """
     durations = [("_estimate_kernel", 10), ("_select_kernel", 5), ("_attend_balanced_kernel", 60)]
     durations += [("_merge_balanced_kernel", 3), *extra]
+    ns = round(10 * step_us)
     found = []
     for step in range(steps):
-        at = start + step * 100_000
+        at = start + step * 100 * ns
         for name, us in durations:
-            found.append((name, at, at + us * 1000, device))
-            at += us * 1000 + 1000
+            found.append((name, at, at + us * ns, device))
+            at += us * ns + ns
     return found

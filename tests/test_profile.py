@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -41,8 +42,8 @@ child = arguments[arguments.index(f"--output={output}") + 1:]
 code = subprocess.run(child).returncode
 behaviour = os.environ.get("STAND_IN")
 if code == 0 and behaviour != "nothing":
-    steps = json.loads(Path(f"{output}.json").read_text())["steps"]
-    kernels = [k for k in layer_kernels(steps) if k[0] != os.environ.get("WITHOUT")]
+    written = json.loads(Path(f"{output}.json").read_text())
+    kernels = layer_kernels(written["steps"], step_us=sum(written["us"]) / len(written["us"]))
     Path(f"{output}.nsys-rep").write_text("report")
     write(Path(f"{output}.sqlite"), kernels, graphs=3 if behaviour == "graphs" else 0)
 sys.exit(code)
@@ -158,8 +159,8 @@ def test_profile_with_nsys_end_to_end(tools, tmp_path, monkeypatch):
     (arguments,) = tools()
     assert arguments[-6:] == ["-m", "moira_cli.capture", "r", "0", "nsys", "r/profiles/0-sparse-torch-eager"]
     assert profile["untraced_us"] == cell["timing"]["cpu_us"]["median"]
-    assert profile["steps"] == cell["timing"]["l2"]["calls_per_pass"]
-    assert profile["stages"]["Select"] == 5
+    assert profile["steps"] >= 10
+    assert profile["stages"]["Attend"] == pytest.approx(12 * profile["stages"]["Select"])
     for text in ("Attend", "Estimate", "unclassified", "overhead", profile["report"], profile["command"]):
         assert text in result.stdout
 
@@ -246,7 +247,8 @@ def test_torch_on_a_cpu(cpu_run):
         profile = cell["profile"]
         assert profile["stages"]["SDPA"] > 0
         assert profile["unclassified_pct"] == 0
-        assert 0 < profile["busy_us"] <= profile["traced_us"] * 1.05
+        assert profile["busy_us"] > 0
+        assert profile["gaps_us"] > -0.05 * profile["busy_us"]
         assert (folder.parent / profile["report"]).exists()
         assert profile["command"].endswith(f"torch r/profiles/{run['cells'].index(cell)}-{cell['arm']}-eager")
 
@@ -318,3 +320,47 @@ def test_layer_arm_attends_the_given_lists(device):
     truth = attention.reference(q, kv, pages)[0]
     assert_close(arm.out, truth, attention.reference(q, kv, pages, dtype=q.dtype)[0])
     assert 0 < arm.layer.pages.lengths.sum() < baselines.all_pages(kv).lengths.sum()
+
+
+def check_gpu_profile(folder, *ways):
+    """All stages, whole records, known kernels, and their time that of the step."""
+    shape = ["--shape", "8kx8", "--arms", "moira-layer,moira,moira-eq4,dense-torch", "--allow-busy"]
+    done = profile_here(folder, "kernel", *shape, "--run-dir", "r", *ways)
+    assert done.returncode == 0, done.stderr
+    cells = {cell["arm"]: cell["profile"] for cell in read_run(folder / "r")["cells"]}
+    for arm, stages in profiling.NEEDED_STAGES.items():
+        times = {stage: us for stage, us in cells[arm]["stages"].items() if us}
+        assert set(stages) <= set(times)
+        assert cells[arm]["unclassified_pct"] == 0
+        assert 0.7 * cells[arm]["untraced_us"] < cells[arm]["busy_us"] <= 1.02 * cells[arm]["traced_us"]
+        assert sum(times.values()) > 0.95 * cells[arm]["busy_us"]
+        order = [kernel["stage"] for kernel in cells[arm]["timeline"]]
+        assert [stage for stage in order if stage in stages] == list(stages)
+    assert cells["dense-torch"]["unclassified_pct"] < 2
+
+
+@pytest.mark.gpu
+def test_torch_on_a_gpu(tmp_path):
+    check_gpu_profile(tmp_path, "--torch")
+
+
+@pytest.mark.gpu
+def test_nsys_on_a_gpu(tmp_path):
+    if shutil.which("nsys") is None:
+        pytest.skip("nsys is not installed")
+    check_gpu_profile(tmp_path, "--nsys")
+
+
+@pytest.mark.gpu
+def test_ncu_on_a_gpu(tmp_path):
+    if shutil.which("ncu") is None:
+        pytest.skip("ncu is not installed")
+    done = profile_here(tmp_path, "--ncu", "--shape", "8kx8", "--arms", "moira", "--allow-busy", "--run-dir", "r")
+    if "ERR_NVGPUCTRPERM" in done.stderr:
+        assert done.returncode == 9
+        pytest.skip("no permission to read the counters")
+    assert done.returncode == 0, done.stderr
+    kernels = read_run(tmp_path / "r")["cells"][0]["profile"]["kernels"]
+    assert [kernel["stage"] for kernel in kernels] == ["Attend", "Merge"]
+    assert 0.1 < kernels[0]["dram_tbps"] < 5
+    assert all(0 < kernel["occupancy_pct"] <= 100 and kernel["registers"] > 0 for kernel in kernels)

@@ -110,12 +110,26 @@ def test_layers_of_a_step(path):
     assert [k["stage"] for k in summary["timeline"]] == ["Estimate", "Select", "Attend", "Merge"]
 
 
+def test_timeline_of_a_step_with_more_than_its_layers(path):
+    """Two steps of two layers, each with a kernel before and one after: the layer ends where the next one starts."""
+    kernels, at = [], 0
+    for names in ["embedding_kernel", "_estimate_kernel", "x", "x", "_estimate_kernel", "x", "x", "argmax"], ["a"]:
+        for name in names * (2 if len(names) > 1 else 1):
+            kernels.append((name, at, at + 20_000))
+            at += 20_000
+    write(path, kernels)
+    summary = traces.summarize(traces.read_nsys(path)[0], 2, 2, [170.0], 170.0)
+    assert [k["name"] for k in summary["timeline"]] == ["_estimate_kernel", "x", "x"]
+    assert summary["uneven"] == {"a": 1}
+
+
 def test_overlapping_kernels_are_busy_once(path):
     kernels = [("_attend_balanced_kernel", t, t + 50_000) for t in range(0, STEPS * 100_000, 100_000)]
     kernels += [("_merge_balanced_kernel", t + 40_000, t + 60_000) for t in range(0, STEPS * 100_000, 100_000)]
     summary = summary_of(path, kernels)
     assert (summary["stages"]["Attend"], summary["stages"]["Merge"]) == (50, 20)
     assert summary["busy_us"] == 60
+    assert summary["notes"] == ["kernels overlap by 10.0 us: one that starts early waits within its own time"]
 
 
 def test_empty_report(path):
