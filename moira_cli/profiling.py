@@ -25,9 +25,8 @@ NEEDED_STAGES = {
 """What must be in the trace of an arm of this project: a run that became something else fails."""
 
 
-def choose_way(nsys: bool, ncu: bool, torch: bool) -> str:
-    """The way asked for; nsys where it is installed, else torch. A missing tool is reported here."""
-    from moira_cli.environment import profilers
+def way_asked_for(nsys: bool, ncu: bool, torch: bool) -> str | None:
+    """'nsys', 'ncu', 'torch' or None; a missing tool is reported here, before anything is measured."""
     from moira_cli.profilers import require
 
     asked = [name for name, given in (("nsys", nsys), ("ncu", ncu), ("torch", torch)) if given]
@@ -35,7 +34,9 @@ def choose_way(nsys: bool, ncu: bool, torch: bool) -> str:
         raise CliError(f"--{' and --'.join(asked)}: choose one.")
     if asked and asked[0] != "torch":
         require(asked[0])
-    return asked[0] if asked else "nsys" if profilers()["nsys"] and gpu_visible() else "torch"
+        if not gpu_visible():
+            require_gpu(asked[0], "cpu")
+    return asked[0] if asked else None
 
 
 def describe(way: str) -> dict[str, str]:
@@ -67,7 +68,11 @@ def require_gpu(way: str, device: str) -> None:
 def bench(target: str, options: list[str], folder: Path) -> tuple[int, bool]:
     """Measure the cells with `moira bench`; (exit code, whether there is a run)."""
     command = [sys.executable, "-m", "moira_cli.main", "bench", target, *options, "--run-dir", str(folder)]
-    code = subprocess.run(command, check=False, stdout=2).returncode  # its table on stderr: stdout is for the profile
+    with subprocess.Popen(command, stdout=2) as process:  # its table on stderr: stdout is for the profile
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            code = process.wait()  # it has had the Ctrl-C too, and saves what it has
     return code, (folder / "run.json").exists()
 
 
@@ -138,9 +143,7 @@ def profile(
     for option in options:
         if option.split("=")[0] == "--resume":
             raise CliError("--resume: 'moira profile' starts a new run. See 'moira profile --help'.")
-    way = choose_way(nsys, ncu, torch)
-    if not gpu_visible():
-        require_gpu(way, "cpu")
+    way = way_asked_for(nsys, ncu, torch)
     if output_json not in (None, "-"):
         records.require_writable(Path(output_json), "--output-json")
     tool = environment.code_version()
@@ -151,7 +154,9 @@ def profile(
     if not measured or code == ExitCode.CANCELLED:
         raise typer.Exit(code)
     run = records.Run.load(folder)
-    require_gpu(way, run.header["env"]["device"])
+    device = run.header["env"]["device"]
+    way = way or ("nsys" if device == "cuda" and environment.profilers()["nsys"] else "torch")
+    require_gpu(way, device)
     head = records.header(sys.argv[1:], {}, {}, tool)
     run.header |= {"argv": head["argv"], "repro_command": head["repro_command"], "profiler": describe(way)}
     status = "complete"
@@ -168,4 +173,6 @@ def profile(
     print_profile(document, to_stderr=output_json == "-")
     for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] == "profile_failed"):
         records.warn(reason)
+    if status == "cancelled":
+        records.warn(f"Stopped by Ctrl-C. What was measured and profiled is in '{folder}'.")
     raise typer.Exit(code)
