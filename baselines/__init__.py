@@ -3,7 +3,7 @@
 The arm's name is its file name with hyphens (``dense_torch.py`` is ``dense-torch``). Each file starts with a docstring
 whose first line describes the arm, and two literals:
 
-    KIND = "attention"
+    KIND = "attention"                       # or "layer": selects as well
     NEEDS = ("cuda", "vllm|flash_attn_3")    # "cuda", or the import name of an optional library, or one of several
 
 They are read from the source, so listing arms imports no library. ``ARM`` is the file's ``Attention`` subclass. A file
@@ -71,20 +71,20 @@ def _read(path: Path) -> Description | None:
     return Description(path.stem.replace("_", "-"), literals["KIND"], summary, literals.get("NEEDS", ()))
 
 
-def describe(kind: str = "attention") -> dict[str, Description]:
-    """Every arm of this kind by name, in alphabetical order."""
+def describe(kind: str | None = "attention") -> dict[str, Description]:
+    """Every arm of this kind (None: of any) by name, in alphabetical order."""
     found = (_read(path) for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem != "__init__")
-    return {arm.name: arm for arm in found if arm is not None and arm.kind == kind}
+    return {arm.name: arm for arm in found if arm is not None and kind in (None, arm.kind)}
 
 
-def names(kind: str = "attention") -> list[str]:
-    """Names of the arms of this kind."""
+def names(kind: str | None = "attention") -> list[str]:
+    """Names of the arms of this kind (None: of any)."""
     return list(describe(kind))
 
 
 def load(name: str) -> type[Attention]:
     """Import the arm's file and return its class. An unknown name raises ``KeyError``."""
-    if name not in describe():
+    if name not in describe(None):
         raise KeyError(name)
     return importlib.import_module(f"baselines.{name.replace('-', '_')}").ARM
 

@@ -121,8 +121,8 @@ def build_cells(config: Config, points: list[Point]) -> list[Cell]:
     """Points x arms x modes, in the order they run."""
     import baselines
 
-    known = baselines.names("attention")
-    arms = known if config.arms == "all" else split_list(config.arms)
+    known = baselines.names(None)
+    arms = baselines.names("attention") if config.arms == "all" else split_list(config.arms)
     for arm in arms:
         if arm not in known:
             raise unknown("Arm", arm, known)
@@ -160,7 +160,7 @@ class Session:
         self.config, self.cells, self.run, self.device, self.busy = config, cells, run, device, busy
         self.quiet = progress == "none" or (progress == "auto" and not sys.stderr.isatty())
         self.records = [self._record(cell) for cell in cells]
-        self.arms = baselines.describe()
+        self.arms = baselines.describe(None)
 
     def _record(self, cell: Cell) -> dict[str, Any]:
         from moira_cli.records import cell_id
@@ -271,7 +271,7 @@ def _resume(folder: Path, ctx: typer.Context) -> tuple[Run, Config]:
 def _arm_names() -> list[str]:
     import baselines
 
-    return baselines.names()
+    return baselines.names(None)
 
 
 def bench_kernel(
@@ -300,7 +300,8 @@ def bench_kernel(
         typer.Option(
             "--arms",
             "--baselines",
-            help="Arms, comma-separated, or all. (default: moira,dense-torch; on a CPU sparse-torch,dense-torch)",
+            help="Arms, comma-separated, or all (attention alone). "
+            "(default: moira,dense-torch; on a CPU sparse-torch,dense-torch)",
             autocompletion=_arm_names,
         ),
     ] = None,

@@ -28,7 +28,8 @@ def diagnose() -> dict[str, Any]:
         "profilers": environment.profilers(),
         "disk_free_bytes": free,
         "arms": {
-            name: arm.missing("cuda" if visible else "cpu") or "available" for name, arm in baselines.describe().items()
+            name: arm.missing("cuda" if visible else "cpu") or "available"
+            for name, arm in baselines.describe(None).items()
         },
         "advice": _advice(visible, gpus, environment.profilers(), free),
     }
@@ -56,7 +57,7 @@ def _advice(visible: bool, gpus: list[dict[str, Any]], tools: dict[str, str | No
         if gpu["mig"] == "Enabled":
             advice.append(f"GPU {index} is in MIG mode: bandwidth is that of the slice.")
     if visible and tools["nsys"] is None:
-        advice.append("Nsight Systems (nsys) is not on the PATH.")
+        advice.append("Nsight Systems (nsys) is not on the PATH: 'moira profile' uses torch.profiler.")
     if free < 1e9:
         advice.append(f"Only {free / 1e9:.1f} GB of disk is free for results.")
     return advice

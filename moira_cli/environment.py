@@ -17,7 +17,7 @@ from moira_cli.errors import CliError, ExitCode
 if TYPE_CHECKING:
     import torch
 
-LIBRARIES = ("torch", "triton", "numpy", "vllm", "tokenspeed-fa3", "flashinfer-python", "transformers", "gguf")
+LIBRARIES = ("torch", "triton", "numpy", "vllm", "tokenspeed-fa3", "flashinfer-python", "transformers", "gguf", "nvtx")
 GPU_FIELDS = {
     "name": "name",
     "uuid": "uuid",

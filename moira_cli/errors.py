@@ -9,7 +9,7 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     """What the shell sees. If several apply, the first of CANCELLED, INTERNAL, ENVIRONMENT, WRONG_RESULT, NO_CELL,
-    PARTIAL, STRICT counts.
+    PARTIAL, PROFILER, STRICT counts.
     """
 
     OK = 0
@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     WRONG_RESULT = 6
     REGRESSION = 7
     STRICT = 8
+    PROFILER = 9
     CANCELLED = 130
 
 
@@ -30,6 +31,13 @@ class CliError(Exception):
     def __init__(self, message: str, code: ExitCode = ExitCode.USAGE):
         super().__init__(message)
         self.code = code
+
+
+class ProfilerError(CliError):
+    """A profiler is missing, lacks permission, or brought back nothing that can be used."""
+
+    def __init__(self, message: str, code: ExitCode = ExitCode.PROFILER):
+        super().__init__(message, code)
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> CliError:

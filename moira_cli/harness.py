@@ -23,6 +23,7 @@ from moira_cli.lists import Lists
 from moira_cli.shapes import Shape
 from moira_kernels import MoiraError, attention, selection
 from moira_kernels.layout import PagedKV, RaggedPages
+from moira_kernels.ranges import annotate
 from moira_kernels.testing import Geometry, make_case, max_abs_error, tolerance, useful_bytes
 
 GIB = 1024**3
@@ -71,6 +72,11 @@ class Point:
     def rotations(self, l2_bytes: int) -> int:
         """Buffer sets needed."""
         return timing.rotations_for_cold_l2(self.useful_bytes, l2_bytes) if self.l2 == "cold" else 1
+
+    @property
+    def label(self) -> str:
+        """Shape, layout and spread, for names in a profiler."""
+        return f"{self.shape.label}/{self.kv_layout}/cv={self.lists.describe()['cv_measured']:.2f}"
 
     def describe(self) -> dict[str, Any]:
         """What identifies the point in a result."""
@@ -202,7 +208,8 @@ class Failure(Exception):
 def measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check: bool) -> dict[str, Any]:
     """Check and time one arm. Returns the cell's measured part: status, and either figures or a reason."""
     try:
-        return _measure(case, arm_name, mode, rule, check)
+        with annotate(f"bench/{arm_name}/{case.point.label}"):
+            return _measure(case, arm_name, mode, rule, check)
     except Failure as failure:
         return {"status": failure.status, "reason": failure.reason}
     except torch.OutOfMemoryError as error:
@@ -220,11 +227,15 @@ def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check:
     arm_class = baselines.load(arm_name)
     _require_memory(case, arm_name, arm_class)
     arms = [arm_class(*buffers) for buffers in case.sets]
-    plan = _median_plan(arms)
+    with annotate("plan"):
+        plan = _median_plan(arms)
     for arm in arms:
         arm.run()
     eager = [arm.out.clone() for arm in arms]
-    result: dict[str, Any] = {"check": _check(case, arms, eager) if check else {"reference": None}}
+    result: dict[str, Any] = {"check": {"reference": None}}
+    if check:
+        with annotate("check"):
+            result["check"] = _check(case, arms, eager)
 
     def call(i: int) -> None:
         arms[i].run()
@@ -274,6 +285,15 @@ def _measure(case: Case, arm_name: str, mode: str, rule: timing.StopRule, check:
     }
 
 
+def captured(case: Case, arm_name: str, mode: str, calls: int) -> timing.Timer:
+    """The timer of a measured cell again, ready for a profiler: planned, run once, ``calls`` calls a pass."""
+    arms = [baselines.load(arm_name)(*buffers) for buffers in case.sets]
+    for arm in arms:
+        arm.plan()
+        arm.run()
+    return _timer(lambda i: arms[i].run(), len(arms), mode, case.device.type == "cuda", calls)
+
+
 def _require_memory(case: Case, name: str, arm_class: type[baselines.Attention]) -> None:
     """Fail before the arm takes memory that is not there: on a CPU the system would kill the process instead."""
     need, free = arm_class.extra_caches * case.point.copy_bytes, free_bytes(case.device)
@@ -316,10 +336,12 @@ def _check(case: Case, arms: list[baselines.Attention], outputs: list[torch.Tens
     return {"reference": "float32 PyTorch", "max_abs": worst, "limit": limit}
 
 
-def _timer(call: Callable[[int], None], rotations: int, mode: str, on_gpu: bool) -> timing.Timer:
+def _timer(
+    call: Callable[[int], None], rotations: int, mode: str, on_gpu: bool, calls: int | None = None
+) -> timing.Timer:
     if not on_gpu:
         return timing.WallTimer(call, rotations, rotations)
-    calls = timing.calls_per_pass(rotations, timing.rough_us(call, rotations))
+    calls = calls or timing.calls_per_pass(rotations, timing.rough_us(call, rotations))
     if mode == "eager":
         return timing.EagerTimer(call, rotations, calls)
     try:

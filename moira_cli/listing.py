@@ -33,6 +33,9 @@ METRICS = {
     "moved_bytes": "bytes of keys and values that the arm moves: padding, copies and unlisted pages included",
     "sol_pct": "time of a kernel that only reads the useful bytes (same run) over kernel_us",
     "max_abs": "largest difference from the float32 reference; the limit is 2 x bf16 PyTorch's own + 2 ulp",
+    "stages": "moira profile: microseconds of a step by stage, told by kernel name; what no name tells is unclassified",
+    "traced_us": "moira profile: a step under the profiler; overhead is over the untraced kernel_us (or cpu_us)",
+    "gaps_us": "moira profile: the part of the traced step in which nothing ran",
     "implementation": "library and version of the arm's kernel, where it is not this project's or the arm has a choice",
 }
 
@@ -45,7 +48,7 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
 
         return [
             (arm.name, f"needs {', '.join(arm.needs).replace('|', ' or ')}" if arm.needs else "any device", arm.summary)
-            for arm in baselines.describe().values()
+            for arm in baselines.describe(None).values()
         ]
     if topic is Topic.SHAPES:
         parsed = (shapes.parse_shape(label) for label in shapes.PAPER_SHAPES)

@@ -14,6 +14,7 @@ from moira_cli.compare import compare
 from moira_cli.doctor import doctor
 from moira_cli.errors import CliError
 from moira_cli.listing import list_names
+from moira_cli.profiling import profile
 from moira_cli.record import record
 from moira_cli.report import report
 from moira_cli.verify import verify
@@ -54,6 +55,7 @@ app.add_typer(bench, name="bench")
 app.command()(compare)
 app.command()(doctor)
 app.command("list")(list_names)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(profile)
 app.command()(record)
 app.command()(report)
 app.command()(verify)

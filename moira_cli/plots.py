@@ -1,4 +1,6 @@
-"""Pictures of a run: time against CV (the paper's Figure 4), time against rows, work per thread block (Figure 2)."""
+"""Pictures of a run: time against CV (the paper's Figure 4), time against rows, work per thread block (Figure 2); of a
+profiled run the stages of a step and a timeline of one layer.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moira_cli.compare import clock_of
 from moira_cli.errors import CliError, ExitCode
+from moira_cli.stages import STAGES, UNCLASSIFIED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +25,14 @@ def figures(document: dict[str, Any]) -> dict[str, bytes]:
             "Pictures need matplotlib. Install with: pip install 'moira-attention[plots]'", ExitCode.ENVIRONMENT
         )
     cells = [cell for cell in document["cells"] if cell["status"] == "ok"]
-    made = {"cv": time_against_cv(cells), "rows": time_against_rows(cells), "blocks": pages_per_block(cells)}
+    profiled = [cell for cell in cells if "stages" in cell.get("profile", {})]
+    made = {
+        "cv": time_against_cv(cells),
+        "rows": time_against_rows(cells),
+        "blocks": pages_per_block(cells),
+        "stages": stages_of_a_step(profiled),
+        "timeline": timeline_of_a_layer(profiled),
+    }
     return {name: _png(figure) for name, figure in made.items() if figure is not None}
 
 
@@ -142,3 +152,70 @@ def pages_per_block(cells: list[dict[str, Any]]) -> Figure | None:
         axes.set_ylim(bottom=0)
         axes.legend(fontsize="x-small")
     return figure
+
+
+HUES = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
+STAGE_COLORS = {"rest": "0.7", UNCLASSIFIED: "black"}
+STAGE_COLORS |= dict(zip([stage for stage in STAGES if stage not in STAGE_COLORS], HUES, strict=True))
+
+
+def _bars(cells: list[dict[str, Any]]) -> tuple[Figure, Axes, list[int]]:
+    """Axes with a row per cell, first on top, labelled with shape and arm; the rows' places."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.6 + 0.5 * len(cells)))
+    axes = figure.subplots()
+    places = list(range(len(cells)))
+    axes.set_yticks(places, [f"{cell['arm']}, {cell['shape']['alias']}" for cell in cells])
+    axes.invert_yaxis()
+    return figure, axes, places
+
+
+def _name_stages(axes: Axes, stages: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=STAGE_COLORS[stage], label=stage) for stage in STAGES if stage in stages]
+    axes.legend(handles=handles, fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def stages_of_a_step(cells: list[dict[str, Any]]) -> Figure | None:
+    """A stacked bar per arm and shape; the untraced step is a line across it."""
+    if not cells:
+        return None
+    figure, axes, places = _bars(cells)
+    left = [0.0] * len(cells)
+    for stage in STAGES:
+        times = [cell["profile"]["stages"][stage] for cell in cells]
+        axes.barh(places, times, left=left, height=0.6, color=STAGE_COLORS[stage])
+        left = [a + b for a, b in zip(left, times, strict=True)]
+    for place, cell in zip(places, cells, strict=True):
+        axes.plot([cell["profile"]["untraced_us"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1)
+    axes.set(xlabel=f"us per step ({_device(cells[0])}); line: the step without a profiler")
+    axes.set_xlim(left=0)
+    _name_stages(axes, {stage for cell in cells for stage, us in cell["profile"]["stages"].items() if us})
+    return figure
+
+
+def timeline_of_a_layer(cells: list[dict[str, Any]]) -> Figure | None:
+    """When each kernel of one layer ran, a line per arm and shape."""
+    cells = [cell for cell in cells if cell["profile"]["timeline"]]
+    if not cells:
+        return None
+    figure, axes, places = _bars(cells)
+    for place, cell in zip(places, cells, strict=True):
+        for kernel in cell["profile"]["timeline"]:
+            axes.broken_barh(
+                [(kernel["start_us"], kernel["us"])],
+                (place - 0.3, 0.6),
+                facecolors=STAGE_COLORS[kernel["stage"]],
+                edgecolor="white",
+                linewidth=0.5,
+            )
+    axes.set(xlabel=f"us since the first {'kernel' if cells[0]['device'] == 'cuda' else 'operator'} of the layer")
+    axes.set_xlim(left=0)
+    _name_stages(axes, {kernel["stage"] for cell in cells for kernel in cell["profile"]["timeline"]})
+    return figure
+
+
+def _device(cell: dict[str, Any]) -> str:
+    return "kernels" if cell["device"] == "cuda" else "operators on the cpu"

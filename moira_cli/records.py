@@ -6,9 +6,9 @@ A run is a folder:
     cells.jsonl     one finished cell a line, appended and flushed to the disk as it is measured
 
 A cell is one arm at one point of the grid. It has a ``cell_id`` (hash of what was measured, with which code, on which
-hardware and libraries), a ``status`` (ok, skipped_unsupported, oom, capture_failed, wrong_result, error or cancelled)
-and, unless that is ok, a ``reason``. After a crash cells.jsonl holds every
-finished cell; a last line cut short is dropped.
+hardware and libraries), a ``status`` (ok, skipped_unsupported, oom, capture_failed, wrong_result, error, profile_failed
+or cancelled) and, unless that is ok, a ``reason``. After a crash cells.jsonl holds every finished cell; a last line cut
+short is dropped. `moira profile` adds a ``profile`` to the cells in run.json and keeps its reports in ``profiles/``.
 """
 
 from __future__ import annotations
@@ -190,16 +190,19 @@ def header(command: list[str], config: dict[str, Any], env: dict[str, Any], tool
 def exit_code(cells: list[dict[str, Any]], *, cancelled: bool = False, strict_flags: bool = False) -> ExitCode:
     """The exit code for a set of cells. Skipped arms fail a run only when nothing else ran."""
     statuses = [cell["status"] for cell in cells]
+    measured = ("ok", "profile_failed")
     if cancelled:
         return ExitCode.CANCELLED
     if statuses and all(status == "skipped_unsupported" for status in statuses):
         return ExitCode.ENVIRONMENT
     if "wrong_result" in statuses:
         return ExitCode.WRONG_RESULT
-    if "ok" not in statuses:
+    if not any(status in measured for status in statuses):
         return ExitCode.NO_CELL
-    if any(status not in ("ok", "skipped_unsupported") for status in statuses):
+    if any(status not in (*measured, "skipped_unsupported") for status in statuses):
         return ExitCode.PARTIAL
+    if "profile_failed" in statuses:
+        return ExitCode.PROFILER
     if strict_flags and any({"N", "T", "U"} & set(cell.get("flags", [])) for cell in cells):
         return ExitCode.STRICT
     return ExitCode.OK

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moira_cli.records import plan_us
+from moira_cli.stages import STAGES, UNCLASSIFIED
 
 if TYPE_CHECKING:
     from moira_cli.lists import RecordedLists
@@ -94,31 +95,36 @@ def print_run(document: dict[str, Any], to_stderr: bool = False, ranked: bool = 
     Ranked, arms stand in order of total time and ratios are to the fastest unless an arm is named.
     """
     console = new_console(to_stderr)
-    env = document["env"]
-    on_gpu = env["device"] == "cuda"
-    versions = env["libraries"]
-    if on_gpu:
-        device = f"{env['gpu']['name']}, driver {env['gpu']['driver']}"
-    else:
-        device = f"device: cpu ({env['cpu']}, {env['cpu_threads']} threads) - PyTorch on the CPU, no kernel time"
-    console.print(f"{device}, torch {versions['torch']}, triton {versions['triton']}")
-    clock = "kernel" if on_gpu else "cpu"
+    _print_device(console, document["env"])
+    clock = "kernel" if document["env"]["device"] == "cuda" else "cpu"
     for cells in _by_point(document["cells"]):
-        first = cells[0]
-        shape = first["shape"]
-        nominal = "" if first["cv_nominal"] is None else f"{first['cv_nominal']:g} -> "
-        console.print(
-            f"\n[bold]{shape['alias']}[/bold]  {shape['rows']} rows, {shape['pages_per_row']} pages of "
-            f"{shape['page_size']} tokens, {first['kv_layout']}; lists: {escape(first['length_source'])}, CV {nominal}"
-            f"{first['cv_measured']:.2f}, kept {first['kept_fraction']:.1%} ({first['kept_pages']:,} pages); "
-            f"{_l2(first['l2_policy'])}"
-        )
+        _print_point(console, cells[0])
         if ranked:
             cells = sorted(cells, key=lambda c: c["timing"]["total_us"] if c["status"] == "ok" else float("inf"))
         console.print(_arms_table(cells, clock, document["config_resolved"]["relative_to"]))
     ran = {cell["arm"]: cell["implementation"] for cell in document["cells"] if cell.get("implementation")}
     if ran:
         console.print("\nran on: " + "; ".join(f"{arm}: {what}" for arm, what in ran.items()), markup=False)
+
+
+def _print_device(console: Console, env: dict[str, Any]) -> None:
+    versions = env["libraries"]
+    if env["device"] == "cuda":
+        device = f"{env['gpu']['name']}, driver {env['gpu']['driver']}"
+    else:
+        device = f"device: cpu ({env['cpu']}, {env['cpu_threads']} threads) - PyTorch on the CPU, no kernel time"
+    console.print(f"{device}, torch {versions['torch']}, triton {versions['triton']}")
+
+
+def _print_point(console: Console, cell: dict[str, Any]) -> None:
+    shape = cell["shape"]
+    nominal = "" if cell["cv_nominal"] is None else f"{cell['cv_nominal']:g} -> "
+    console.print(
+        f"\n[bold]{shape['alias']}[/bold]  {shape['rows']} rows, {shape['pages_per_row']} pages of "
+        f"{shape['page_size']} tokens, {cell['kv_layout']}; lists: {escape(cell['length_source'])}, CV {nominal}"
+        f"{cell['cv_measured']:.2f}, kept {cell['kept_fraction']:.1%} ({cell['kept_pages']:,} pages); "
+        f"{_l2(cell['l2_policy'])}"
+    )
 
 
 def _l2(policy: str) -> str:
@@ -178,6 +184,79 @@ def _arms_table(cells: list[dict[str, Any]], clock: str, relative_to: str | None
             "".join(cell["flags"]) or "-",
         )
     return table
+
+
+def stage_rows(cells: list[dict[str, Any]]) -> list[list[str]]:
+    """Header and one line per profiled cell (two where a step has several layers), as in the paper's Table 4: us."""
+    cells = [cell for cell in cells if "stages" in cell.get("profile", {})]
+    shown = [s for s in STAGES if s != UNCLASSIFIED and any(cell["profile"]["stages"][s] for cell in cells)]
+    rows = [["shape", "arm", "step us", *shown, UNCLASSIFIED, "gaps", "untraced us", "overhead"]]
+    for cell in cells:
+        p = cell["profile"]
+        times = [p["traced_us"], *(p["stages"][s] for s in shown), p["stages"][UNCLASSIFIED], p["gaps_us"]]
+        times.append(p["untraced_us"])
+        for name, divisor in [(cell["arm"], 1)] + [(f"{cell['arm']}, per layer", p["layers"])] * (p["layers"] > 1):
+            texts = [f"{us / divisor:,.1f}" if us else "-" for us in times]
+            texts[-3] += f" ({p['unclassified_pct']:.1f}%)"
+            rows.append([cell["shape"]["alias"], name, *texts, f"{p['overhead_pct']:+.1f}%"])
+    return rows if len(rows) > 1 else []
+
+
+def kernel_rows(cells: list[dict[str, Any]]) -> list[list[str]]:
+    """Header and one line per kernel of the profiled cells: time, share and calls, or Nsight Compute's counters."""
+    cells = [cell for cell in cells if "profile" in cell]
+    if not cells:
+        return []
+    head = ["shape", "arm", "stage", "kernel", "us"]
+    if cells[0]["profile"]["way"] == "ncu":
+        rows = [[*head, "DRAM TB/s", "occupancy", "registers", "spilled MB", "launches"]]
+    else:
+        rows = [[*head, "share", "calls/step"]]
+    for cell in cells:
+        for k in cell["profile"]["kernels"]:
+            start = [cell["shape"]["alias"], cell["arm"], k["stage"], k["name"].removeprefix("void ")[:60]]
+            if "share_pct" in k:
+                rest = [f"{k['us']:,.1f}", f"{k['share_pct']:.1f}%", f"{k['calls']:g}"]
+            else:
+                rest = [f"{k['us']:,.1f}", f"{k['dram_tbps']:.2f}", f"{k['occupancy_pct']:.0f}%", str(k["registers"])]
+                rest += [f"{k['local_bytes'] / 1e6:.1f}", str(k["launches"])]
+            rows.append(start + rest)
+    return rows
+
+
+def _table_of(rows: list[list[str]], left: int) -> Table:
+    table = new_table(*rows[0], left=left)
+    for row in rows[1:]:
+        table.add_row(*(escape(text) for text in row))
+    return table
+
+
+def print_profile(document: dict[str, Any], to_stderr: bool = False) -> None:
+    """Per point the stages of a step beside the untraced time, then the kernels; notes, reports and commands."""
+    console = new_console(to_stderr)
+    _print_device(console, document["env"])
+    profiler = document["profiler"]
+    on_gpu = document["env"]["device"] == "cuda"
+    what = "medians per step, one layer's attention" + ("" if on_gpu else ", of PyTorch's operators on the CPU")
+    if profiler["way"] == "ncu":
+        what = "medians of single launches, caches flushed before each, clocks as they are"
+    console.print(f"{profiler['way']} {profiler['version']}: {what}", markup=False)
+    for cells in _by_point(document["cells"]):
+        _print_point(console, cells[0])
+        for cell in cells:
+            if cell["status"] != "ok":
+                console.print(f"{cell['arm']}: {cell['status']}", markup=False)
+        for rows, left in ((stage_rows(cells), 1), (kernel_rows(cells), 3)):
+            if rows:
+                console.print()
+                console.print(_table_of([row[1:] for row in rows], left))
+    profiled = [cell for cell in document["cells"] if "profile" in cell]
+    for cell in profiled:
+        for note in cell["profile"].get("notes", ()):
+            console.print(f"! {cell['arm']}: {note}", markup=False, soft_wrap=True)
+    for cell in profiled:
+        p = cell["profile"]
+        console.print(f"\n{cell['arm']}: {p['report']}\n  {p['command']}", markup=False, soft_wrap=True)
 
 
 def print_verdicts(result: dict[str, Any], to_stderr: bool = False) -> None:

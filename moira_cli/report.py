@@ -15,6 +15,7 @@ import typer
 from moira_cli.compare import clock_of, load_run
 from moira_cli.errors import CliError
 from moira_cli.records import dumps, plan_us, require_writable, write_atomically
+from moira_cli.render import kernel_rows, stage_rows
 
 
 class Format(StrEnum):
@@ -120,20 +121,22 @@ def to_csv(document: dict[str, Any]) -> str:
     return text.getvalue()
 
 
-def _markdown_table(rows: list[list[str]]) -> str:
-    escaped = [[text.replace("|", "\\|") for text in row] for row in rows]
-    lines = [escaped[0], ["---"] * len(rows[0]), *escaped[1:]]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def _tables(document: dict[str, Any]) -> list[list[list[str]]]:
+    """Times by point and arm, every column and, of a profiled run, stages and kernels; each starts with its header."""
+    flat = [list(COLUMNS), *([_text(row[name]) for name in COLUMNS] for row in flat_rows(document))]
+    cells = document["cells"]
+    return [matrix(document), flat, *filter(None, (stage_rows(cells), kernel_rows(cells)))]
 
 
 def to_markdown(document: dict[str, Any]) -> str:
-    """Times by point and arm, then every column, under what it was measured on and the command that repeats it."""
-    rows = [[_text(row[name]) for name in COLUMNS] for row in flat_rows(document)]
-    tables = "\n".join(map(_markdown_table, (matrix(document), [list(COLUMNS), *rows])))
-    launches = document["config_resolved"].get("launches", 1)
+    """The tables under a line that says what they were measured on and the command that repeats it."""
+    tables = []
+    for head, *rows in _tables(document):
+        lines = [head, ["---"] * len(head), *([text.replace("|", "\\|") for text in row] for row in rows)]
+        tables.append("".join("| " + " | ".join(line) + " |\n" for line in lines))
     clock = "cpu" if document["env"]["device"] == "cpu" else "kernel"
-    what = f"{clock} us, + host plan us; launches: {launches}"
-    return f"{title(document)}\n\n    {document['repro_command']}\n\n{what}\n\n{tables}"
+    what = f"{clock} us, + host plan us; launches: {document['config_resolved'].get('launches', 1)}"
+    return f"{title(document)}\n\n    {document['repro_command']}\n\n{what}\n\n" + "\n".join(tables)
 
 
 def to_html(document: dict[str, Any]) -> str:
@@ -145,23 +148,23 @@ def to_html(document: dict[str, Any]) -> str:
     def cells(tag: str, values: list[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 
-    header, *points = matrix(document)
-    times = [cells("th", header), *(cells("td", point) for point in points)]
-    table = [cells("th", list(COLUMNS))]
-    table += [cells("td", [_text(row[name]) for name in COLUMNS]) for row in flat_rows(document)]
+    tables = [
+        f"<table>{cells('th', head)}{''.join(cells('td', row) for row in rows)}</table>"
+        for head, *rows in _tables(document)
+    ]
     pictures = [
         f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
         for name, png in figures(document).items()
     ]
     style = (
-        "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;font-size:small}"
+        "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;font-size:small;margin:1em 0}"
         "td,th{border:1px solid #ccc;padding:2px 6px;text-align:right;white-space:nowrap}figure{margin:1em 0}"
     )
     heading = html.escape(title(document))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>moira report</title><style>{style}</style>'
         f"<h1>moira report</h1><p>{heading}</p><pre>{html.escape(document['repro_command'])}</pre>"
-        f"<table>{''.join(times)}</table>{''.join(pictures)}<table>{''.join(table)}</table></html>\n"
+        f"{tables[0]}{''.join(pictures)}{''.join(tables[1:])}</html>\n"
     )
 
 
@@ -174,7 +177,8 @@ def report(
 ) -> None:
     """Write a saved run as Markdown, CSV, JSON, a self-contained HTML page, or PNG pictures.
 
-    Pictures: time against CV per shape, time against rows, and the pages of each thread block.
+    Pictures: time against CV per shape, time against rows, the pages of each thread block; of a profiled run the
+    stages of a step per arm, and a timeline of one layer.
     """
     document = load_run(run)
     if output is not None:
@@ -186,7 +190,7 @@ def report(
             raise CliError("--format png: name the files with --output NAME.png.")
         pictures = figures(document)
         if not pictures:
-            raise CliError("The run has nothing to draw: it needs two CVs or two numbers of rows, measured.")
+            raise CliError("The run has nothing to draw: it needs two CVs, two numbers of rows, or a profile.")
         for name, png in pictures.items():
             target = output.with_name(f"{output.stem}-{name}.png")
             write_atomically(target, png)

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moira_kernels.ranges import annotate
+
 L2_MARGIN = 5
 MIN_CALLS_PER_PASS = 10
 TARGET_PASS_US = 2000
@@ -115,15 +117,17 @@ class Timer(ABC):
         """Warm up until two successive batches agree, then sample until ``rule`` is met."""
         start = time.perf_counter()
         previous = math.inf
-        while time.perf_counter() - start < min(MAX_WARM_UP_S, rule.timeout_s):
-            current = statistics.median(self.batch_us())
-            if abs(current - previous) <= WARM_UP_TOLERANCE * current:
-                break
-            previous = current
+        with annotate("warm-up"):
+            while time.perf_counter() - start < min(MAX_WARM_UP_S, rule.timeout_s):
+                current = statistics.median(self.batch_us())
+                if abs(current - previous) <= WARM_UP_TOLERANCE * current:
+                    break
+                previous = current
         us: list[float] = []
         start = time.perf_counter()
         while True:
-            us += self.batch_us()
+            with annotate("replays"):
+                us += self.batch_us()
             elapsed = time.perf_counter() - start
             settled = (
                 len(us) >= rule.min_samples

@@ -16,6 +16,7 @@ import torch
 from moira_kernels import estimate, selection, summary
 from moira_kernels.attention import Workspace, attend
 from moira_kernels.layout import PagedKV, RaggedPages
+from moira_kernels.ranges import annotate
 from moira_kernels.summary import PageSummaries
 
 
@@ -84,6 +85,9 @@ class DecodeLayer:
 
         ``gamma`` chooses the coverage rule, ``counts`` [H_kv] int32 a fixed count per KV head.
         """
-        estimate.launch(q, kv, self.summaries, self.log_mass, softmax_scale)
-        selection.launch(self.log_mass, kv, self.pages, gamma=gamma, counts=counts)
-        return attend(q, kv, self.pages, softmax_scale=softmax_scale, out=self.out, workspace=self.workspace)
+        with annotate("estimate"):
+            estimate.launch(q, kv, self.summaries, self.log_mass, softmax_scale)
+        with annotate("select"):
+            selection.launch(self.log_mass, kv, self.pages, gamma=gamma, counts=counts)
+        with annotate("attend"):
+            return attend(q, kv, self.pages, softmax_scale=softmax_scale, out=self.out, workspace=self.workspace)

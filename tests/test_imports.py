@@ -23,6 +23,7 @@ ONLY_IN = {
     "typer": ("moira_cli/",),
     "rich": ("moira_cli/",),
     "transformers": ("moira_cli/",),
+    "nvtx": ("moira_kernels/ranges.py",),
 }
 
 
@@ -44,7 +45,10 @@ def test_layers(path):
             assert str(path).startswith(ONLY_IN[name]), f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "kernel", "--help"], ["list", "arms"], ["list", "shapes"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["bench", "kernel", "--help"], ["profile", "--help"], ["list", "arms"], ["list", "shapes"]],
+)
 def test_commands_without_torch_import_no_torch(arguments):
     code = (
         "import sys; from moira_cli.main import app\n"
