@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moira_kernels import PagedKV, UnsupportedError
+from moira_kernels import UnsupportedError
 from moira_kernels.pipeline import DecodeLayer, ReferenceLayer
 from moira_kernels.testing import Geometry, make_case
 from moira_kernels.vllm_plugin import steps
@@ -163,13 +163,12 @@ def test_layers_share_all_but_summaries_and_lengths(monkeypatch):
 
 
 @pytest.mark.parametrize("rule", ["coverage", "fixed-count"])
-@pytest.mark.parametrize("partition", ["balanced", "eq4"])
-def test_kernels_and_reference_agree_through_a_group(monkeypatch, rule, partition):
+def test_kernels_and_reference_agree_through_a_group(monkeypatch, rule):
     """The same step through the kernels (interpreted) and the references: lists equal, outputs close, counts equal."""
-    config = MoiraConfig(gamma=0.8, partition=partition)
+    config = MoiraConfig(gamma=0.8)
     counts = {}
     if rule == "fixed-count":
-        config = MoiraConfig(policy=rule, count=4, partition=partition)
+        config = MoiraConfig(policy=rule, count=4)
         counts = {f"model.layers.{i}.attn": [4, 3] for i in range(3)}
     outs, lengths, read = [], [], []
     for layer_class in (DecodeLayer, ReferenceLayer):
@@ -207,14 +206,3 @@ def test_other_page_sizes_are_refused_e3():
     table = torch.zeros(1, 2, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="pages of 32 tokens, expected 64"):
         Group.allocate({"m.0": cache}, {"m.0": None}, 4, table, 2, MoiraConfig(), {}, ReferenceLayer)
-
-
-def test_smaller_batches_use_the_first_rows():
-    q, kv = make_case([300, 70, 1], Geometry(6, 2, 32))
-    whole = ReferenceLayer.allocate(kv, 6, batch=7)
-    part = PagedKV(kv.k, kv.v, kv.block_table[:2], kv.seq_lens[:2])
-    for layer in (whole, ReferenceLayer.allocate(part, 6)):
-        layer.prefill(kv, kv.block_table[0, :4])
-    together = whole.run(q, kv, gamma=0.9)
-    assert together.shape == (3, 6, 32)
-    assert torch.equal(whole.run(q[:2], part, gamma=0.9), together[:2])
