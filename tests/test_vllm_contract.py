@@ -305,13 +305,13 @@ def test_the_kernels_themselves_in_an_engine(tmp_path, monkeypatch):
         engine = engines.start(model, {"gamma": 0.8}, **options)
         try:
             tokens = [out for out, _ in engines.greedy(engine, [range(3, 400), range(4, 67)], 3)]
-            pages = [layer["pages_read"] for layer in require_sparse(engine)[0].values()]
-            results.append((tokens, pages))
+            counts = require_sparse(engine)[0].values()
+            results.append((tokens, [layer["pages_read"] for layer in counts]))
         finally:
             engines.stop(engine)
     (tokens, pages), (want_tokens, want_pages) = results
     assert tokens == want_tokens
-    assert pages[0] == want_pages[0] < 2 * 2 * (7 + 1 + 0.5)
+    assert pages[0] == want_pages[0] < next(layer["pages_total"] for layer in counts)
     assert all(abs(a - b) <= 2 for a, b in zip(pages, want_pages, strict=True))
 
 
