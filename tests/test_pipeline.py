@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moira_kernels import Coverage, PagedKV, attention, selection
-from moira_kernels.pipeline import DecodeLayer
+from moira_kernels import Coverage, PagedKV, RaggedPages, attention, selection
+from moira_kernels.pipeline import DecodeLayer, ReferenceLayer
 from moira_kernels.testing import Geometry, assert_close, bf16_ulp, make_case, max_abs_error
 
 GEOMETRY = Geometry(6, 2, 32)
@@ -82,6 +82,56 @@ def test_chunked_prefill_gives_the_same_summaries_g5(device, chunks):
     assert layer.summaries.mean[kv.block_table[0, 3].long()].isnan().all()
 
 
+@pytest.mark.parametrize("layer_class", [DecodeLayer, ReferenceLayer])
+def test_smaller_batches_use_the_first_rows(layer_class):
+    q, kv = make_case([300, 70, 1], GEOMETRY)
+    whole, part = layer_class.allocate(kv, 6, batch=7), PagedKV(kv.k, kv.v, kv.block_table[:2], kv.seq_lens[:2])
+    whole.prefill(kv, full_pages(kv))
+    lengths = torch.full((7, 2), -1, dtype=torch.int32)
+    other = whole.sibling(kv, lengths)
+    other.prefill(kv, full_pages(kv))
+    together = whole.run(q, kv, gamma=0.9)
+    assert together.shape == (3, 6, 32)
+    out = torch.empty_like(q[:2])
+    assert other.run(q[:2], part, gamma=0.9, out=out) is out
+    # Slices are cut elsewhere in another batch, so an output may differ in rounding.
+    assert (out - together[:2]).abs().max() <= bf16_ulp(together.abs().max())
+    assert torch.equal(lengths[:2], whole.pages.lengths[:2])
+    assert (lengths[2:] == -1).all()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40, 64, 65, 200])
+def test_eq4_scratch_covers_every_smaller_batch(batch):
+    """Equation (4) cuts a smaller batch into more blocks per row; views have the shapes of a workspace of its own."""
+    _, kv = make_case([1], GEOMETRY)
+    layer = DecodeLayer.allocate(kv, 6, batch=batch, partition="eq4")
+    for rows in range(1, batch + 1):
+        want = attention.Workspace.allocate(rows, 6, 2, 32, torch.device("meta"), "eq4")
+        work = layer._first_rows(rows)[2]
+        assert (work.blocks, work.num_rows, work.partials.shape) == (want.blocks, want.num_rows, want.partials.shape)
+        assert work.partials.is_contiguous()
+        assert work.partial_lse.shape == want.partial_lse.shape
+
+
+@pytest.mark.parametrize("rule", [{"gamma": 0.8}, {"counts": [3, 5]}])
+def test_the_reference_layer_is_the_layer(device, rule):
+    """Prompt, then token by token over a page border: summaries and lists equal, outputs close."""
+    q, kv = make_case([900, 68, 0], GEOMETRY, device=device)
+    if "counts" in rule:
+        rule = {"counts": torch.tensor(rule["counts"], dtype=torch.int32, device=device)}
+    layers = [layer_class.allocate(kv, 6) for layer_class in (DecodeLayer, ReferenceLayer)]
+    for layer in layers:
+        layer.prefill(kv, kv.block_table[0, :14].contiguous())
+    for n in (63, 64, 65):
+        kv.seq_lens[1] = n
+        a, b = (layer.run(3 * q, kv, softmax_scale=0.2, **rule) for layer in layers)
+        assert torch.equal(layers[0].pages.lengths, layers[1].pages.lengths)
+        truth, _ = attention.reference(3 * q, kv, layers[1].pages, 0.2)
+        assert_close(a, truth, b)
+    page = kv.block_table[1, 0]
+    assert (layers[0].summaries.mean[page] - layers[1].summaries.mean[page]).abs().max() < 1e-2
+
+
 def test_buffers_are_counted():
     _, kv = make_case([200], GEOMETRY)
     layer = DecodeLayer.allocate(kv, 6)
@@ -124,3 +174,24 @@ def test_physical_pages_beyond_int32_a1():
         layer.prefill(kv, full_pages(kv))
         outs.append(layer.run(q, kv, gamma=0.9).clone())
     assert torch.equal(*outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition", ["balanced", "eq4"])
+def test_batches_of_every_size_over_shared_buffers(partition):
+    """As the vLLM plugin runs it: two layers over one set of buffers, batches smaller than it."""
+    q, kv = make_case([5000, 300, 64, 1, 777, 4096, 9000, 128, 65], Geometry(32, 8, 128), device="cuda")
+    first = DecodeLayer.allocate(kv, 32, batch=20, partition=partition)
+    layers = (first, first.sibling(kv))
+    for layer in layers:
+        layer.prefill(kv, full_pages(kv))
+    for rows in range(1, 10):
+        part = PagedKV(kv.k, kv.v, kv.block_table[:rows], kv.seq_lens[:rows])
+        for layer in layers:
+            out = torch.full_like(q, float("nan"))[:rows]
+            layer.run(3 * q[:rows], part, gamma=0.9, out=out)
+            lists = RaggedPages(
+                *(t[:rows] for t in (layer.pages.page_ids, layer.pages.lengths, layer.pages.last_page_len))
+            )
+            truth, _ = attention.reference(3 * q[:rows], part, lists)
+            assert_close(out, truth, attention.reference(3 * q[:rows], part, lists, dtype=q.dtype)[0])
