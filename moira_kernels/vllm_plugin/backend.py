@@ -33,6 +33,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from moira_kernels.attention import MAX_GROUP, MAX_HEAD_DIM
 from moira_kernels.checks import UnsupportedError
 from moira_kernels.pipeline import DecodeLayer
+from moira_kernels.ranges import annotate
 from moira_kernels.vllm_plugin import SUPPORTED_VLLM
 from moira_kernels.vllm_plugin.config import MoiraConfig
 from moira_kernels.vllm_plugin.steps import PAGE_SIZE, Group, filled_pages, leading_decode_rows
@@ -311,7 +312,9 @@ class MoiraImpl(FlashAttentionImpl):
             if step.prefill is not None:
                 self.dense(*inputs, step.prefill, output)
             if rows := step.decode_rows:
-                group.decode(name, query[:rows], kv_cache, step.block_table, step.seq_lens, self.scale, output[:rows])
+                table, seq_lens = step.block_table, step.seq_lens
+                with annotate(name):
+                    group.decode(name, query[:rows], kv_cache, table, seq_lens, self.scale, output[:rows])
         if name == group.last and step.decode_rows:
             group.counters.count(step.seq_lens[: step.decode_rows], step.slot_mapping[: step.decode_rows])
         return output
