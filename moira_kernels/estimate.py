@@ -8,8 +8,9 @@ summary alone (Equation 2, "mvar"),
 which is exact when the page's keys are independent Gaussians per channel. The first page (attention sink) and the
 current page (no summary yet) are computed exactly from their keys.
 
-On the device a thread block takes 64 inner pages of one row, or its first page, or its current page; the last also
-writes the page's summary if the page has just been filled, so decoding needs no other summary kernel.
+On the device a thread block takes a run of one row's inner pages, or its first page, or its current page; the last also
+writes the page's summary if the page has just been filled, so decoding needs no other summary kernel. How many thread
+blocks a row gets depends on the batch alone, so a block table wider than the row costs nothing.
 """
 
 from __future__ import annotations
@@ -200,10 +201,13 @@ def _estimate_kernel(
                     BLOCK_D,
                 )
     else:
-        # The square of a bf16 has 16 bits: as a sum of two bf16 it is exact, so all products are.
+        # The square of a bf16 has 16 bits, and an fp16 has 11: as sums of two bf16 they are exact, so all products are.
+        # (The square of an fp16 is cut to 16 bits.)
         squared = q.to(tl.float32) * q.to(tl.float32)
         high = squared.to(tl.bfloat16)
         low = (squared - high.to(tl.float32)).to(tl.bfloat16)
+        q_high = q.to(tl.bfloat16)
+        q_low = (q.to(tl.float32) - q_high.to(tl.float32)).to(tl.bfloat16)
         log_size = tl.log2(tl.full([1, 1], PAGE_SIZE, tl.float32)) * LN2
         run = tl.cdiv(num_pages, (tl.num_programs(2) - 2) * TILE) * TILE
         begin = (part - 2) * run
@@ -216,7 +220,10 @@ def _estimate_kernel(
             mean = tl.load(mean_ptr + offset, mask=mask, other=0.0)
             variance = tl.load(variance_ptr + offset, mask=mask, other=0.0)
             spread = _dot(high, variance, INTERPRETED) + _dot(low, variance, INTERPRETED)
-            log_mass = scale * _dot(q, mean, INTERPRETED) + (0.5 * scale * scale) * spread + log_size
+            centre = _dot(q_high, mean, INTERPRETED)
+            if q_ptr.dtype.element_ty != tl.bfloat16:
+                centre += _dot(q_low, mean, INTERPRETED)
+            log_mass = scale * centre + (0.5 * scale * scale) * spread + log_size
             tl.store(out + p[None, :], log_mass, mask=(g[:, None] < GROUP) & inner[None, :])
 
 

@@ -35,6 +35,7 @@ select = dict(select, THRESHOLDS=4, PASSES=11, PDL=arch >= 90)
 pages = dict(HEAD_DIM=head_dim, PAGE_SIZE=page_size, TILE_S=min(32, page_size), BLOCK_D=block_d)
 shape = attention.launch_shape(head_dim, 228 * 1024)
 parts = dict(heads, HEADS=2, BLOCK_D=block_d)
+masses = dict(pages, GROUP=3, BLOCK_G=16, TILE=32, PDL=arch >= 90, INTERPRETED=False)
 cuts = dict(parts, PAGE_SIZE=page_size, ATTEND_TILE=32)
 launch = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
 pdl = arch >= 90
@@ -45,7 +46,8 @@ KERNELS = [
     (merge._merge_eq4_kernel, dict(parts, BLOCKS_PER_ROW=32, MIN_CHUNK=24, TILE=16), {}),
     (merge._merge_balanced_kernel, dict(cuts, ROWS=256, ONE_PASS=True, PDL=pdl, TILE=16), {}),
     (merge._merge_balanced_kernel, dict(cuts, ROWS=4096, ONE_PASS=False, PDL=pdl, TILE=64), {}),
-    (estimate._estimate_kernel, dict(pages, GROUP=3, BLOCK_G=16, TILE=32, PDL=pdl, INTERPRETED=False), {}),
+    (estimate._estimate_kernel, masses, {}),
+    (estimate._estimate_kernel, masses, dict(half=("q_ptr", "k_ptr"))),
     (selection._select_kernel, dict(select, FIXED_COUNT=False), {}),
     (selection._select_kernel, dict(select, FIXED_COUNT=True), {}),
     (summary._update_kernel, pages, {}),
@@ -53,9 +55,12 @@ KERNELS = [
 ]
 result = {}
 for kernel, constants, options in KERNELS:
+    half = options.pop("half", ())
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         dtype = next((d for d, names in POINTERS.items() if name in names), "i32")
+        if name in half:
+            dtype = "fp16"
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
@@ -66,7 +71,7 @@ for kernel, constants, options in KERNELS:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    result[f"{kernel.__name__} {constants}"] = compiled.metadata.shared
+    result[f"{kernel.__name__} {constants} {half}"] = compiled.metadata.shared
 # Case I4: the number of rows, which changes from step to step, compiles nothing new.
 for kernel in (attention._attend_balanced_kernel, merge._merge_balanced_kernel):
     assert [p.do_not_specialize for p in kernel.params if p.name == "num_rows"] == [True]
@@ -82,5 +87,5 @@ def test_every_kernel_compiles_and_fits(arch, head_dim, page_size):
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     shared = json.loads(done.stdout)
-    assert len(shared) == 11
+    assert len(shared) == 12
     assert max(shared.values()) <= SHARED_BYTES_PER_BLOCK[arch]

@@ -95,6 +95,14 @@ def test_kernel_at_other_page_sizes_and_scales_f5(device, page_size):
         torch.testing.assert_close(got[valid], want[valid], rtol=1e-5, atol=1e-4)
 
 
+def test_kernel_with_fp16_queries_and_keys(device):
+    """The square of an fp16 has 22 bits, of which the kernel takes 16."""
+    q, kv = make_case([4500, 65], Geometry(8, 2, 64), dtype=torch.float16, device=device)
+    got, want = estimate_on(q, kv)
+    valid = want > -math.inf
+    torch.testing.assert_close(got[valid], want[valid], rtol=2e-5, atol=1e-4)
+
+
 def test_large_logits_keep_float32_precision_j3(device):
     """q and keys of about 30: logits in the hundreds, where TF32 would be off by tenths."""
     q, kv = make_case([640], Geometry(2, 1, 128), dtype=torch.bfloat16, device=device)
