@@ -22,10 +22,28 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 64
 DEFAULTS = {
-    "vllm": {"model": "llama-3.1-8b", "shape": "32kx16", "arms": "dense-fa3,dense-flashinfer,moira", "tokens": 256},
-    "transformers": {"model": "smollm2-135m", "shape": "2kx1", "arms": "dense-torch,sparse-torch", "tokens": 16},
+    "vllm": {
+        "model": "llama-3.1-8b",
+        "shape": "32kx16",
+        "arms": "dense-fa3,dense-flashinfer,moira",
+        "tokens": 256,
+        "repetitions": 5,
+        "launches": 2,
+    },
+    "transformers": {
+        "model": "smollm2-135m",
+        "shape": "1kx1",
+        "arms": "dense-torch,sparse-torch",
+        "tokens": 8,
+        "repetitions": 2,
+        "launches": 1,
+    },
 }
 """What the options that depend on the engine stand for."""
+
+TRYOUT_ARMS = ("dense-torch", "sparse-torch")
+VLLM_ONLY = ("reads", "lists", "reuse_prefill", "kv_layout", "gpu_memory_utilization", "max_model_len", "eager")
+"""Settings that mean nothing to `--engine transformers`."""
 
 INSTALL = {
     "vllm": "vLLM 0.30 (pip install 'moira-attention[vllm]')",
@@ -198,14 +216,14 @@ def build_cells(config: Config, shapes: list[dict[str, Any]], run: Run, dummy: b
     for launch in range(1, config.launches + 1):
         for arm in arms if launch % 2 else arms[::-1]:
             for entry in shapes:
-                sparse = config.engine == "vllm" and ARMS[arm].sparse
+                sparse = arm == "sparse-torch" if config.engine == "transformers" else ARMS[arm].sparse
                 record = {
                     "kind": "e2e",
                     "arm": arm,
                     "launch": launch,
                     "engine": config.engine,
                     "device": env["device"],
-                    "mode": "eager" if config.eager else "graph",
+                    "mode": "eager" if config.eager or config.engine == "transformers" else "graph",
                     "model": config.model,
                     "weights": "dummy" if dummy else "real",
                     "kv_layout": config.kv_layout,
@@ -264,6 +282,36 @@ class Session:
                 else:
                     spec = build_spec(self.config, arm, [cell.entry for cell in cells], model, folder)
                     self._measure(cells, spec, f"{arm}-{launch}")
+        except KeyboardInterrupt:
+            return "cancelled"
+        return "complete"
+
+    def try_out(self) -> str:
+        """Measure what is missing with ``--engine transformers``; the run's status: complete or cancelled."""
+        import torch
+
+        from moira_cli import models
+        from moira_cli.record import read_text
+        from moira_cli.tryout import TryOut
+
+        config = self.config
+        decoder, label = None, None
+        try:
+            content, origin = read_text(config.prompts)
+            network, tokenizer, _ = models.load(config.model, "cpu")
+            tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
+            limit = min(len(tokens), network.config.max_position_embeddings - config.tokens)
+            for cell in self.missing():
+                context = cell.record["shape"]["context_tokens"]
+                if context > limit:
+                    reason = f"{cell.label}: {origin} and the model's positions allow {limit:,} tokens."
+                    self._fail([cell], "error", reason)
+                    continue
+                self.progress.stage(f"{cell.label} {cell.arm}")
+                if label != cell.label:
+                    label = cell.label
+                    decoder = TryOut(network, tokens[:context], config.gamma, config.tokens, config.repetitions)
+                self.run.add({**cell.record, **decoder.measure(cell.arm)})
         except KeyboardInterrupt:
             return "cancelled"
         return "complete"
@@ -361,17 +409,11 @@ def dry_run(config: Config, shapes: list[dict[str, Any]]) -> None:
 def resolve(config: Config) -> tuple[Config, dict[str, Any], bool]:
     """(settings without gaps, config.json, whether weights are dummies) for vLLM; wrong settings are reported."""
     from moira_cli.models import read_config
+    from moira_cli.record import read_text
     from moira_cli.serving import ARMS
 
-    arms = list(ARMS) if config.arms == "all" else split_list(config.arms)
-    for arm in arms:
-        if arm not in ARMS:
-            raise unknown("Arm", arm, ARMS)
-    if not arms:
-        raise CliError(f"--arms: expected at least one arm. Known: {', '.join(ARMS)}.")
-    relative_to = config.relative_to or next((arm for arm in arms if not ARMS[arm].sparse), arms[0])
-    if relative_to not in arms:
-        raise CliError(f"--relative-to {relative_to}: not among the arms of this run ({', '.join(arms)}).")
+    dense = [arm for arm in ARMS if not ARMS[arm].sparse]
+    arms, relative_to = _arms(config, list(ARMS), dense)
     model, dummy = read_config(config.model)
     if dummy and config.gamma is not None:
         raise CliError(
@@ -382,6 +424,8 @@ def resolve(config: Config) -> tuple[Config, dict[str, Any], bool]:
         raise CliError("--gamma lets the coverage rule choose the pages, --reads sets their number. Leave one out.")
     if dummy and config.prompts != "random":
         raise CliError(f"--prompts: {config.model} has dummy weights and no tokenizer. Leave it out.")
+    if config.prompts != "random":
+        read_text(config.prompts)
     reads = config.reads or ("paper" if dummy else None)
     gamma = config.gamma if reads else config.gamma or 0.98
     limit = model["max_position_embeddings"]
@@ -389,13 +433,59 @@ def resolve(config: Config) -> tuple[Config, dict[str, Any], bool]:
     needed = min(limit, -(-longest // PAGE_SIZE) * PAGE_SIZE)
     config = replace(
         config,
-        arms=",".join(dict.fromkeys(arms)),
+        arms=arms,
         relative_to=relative_to,
         reads=reads,
         gamma=gamma,
         max_model_len=config.max_model_len or needed,
     )
     return config, model, dummy
+
+
+def _arms(config: Config, known: list[str], dense: list[str]) -> tuple[str, str]:
+    """(arms of the run, the one that ratios are to), both checked."""
+    arms = known if config.arms == "all" else split_list(config.arms)
+    for arm in arms:
+        if arm not in known:
+            raise unknown("Arm", arm, known)
+    if not arms:
+        raise CliError(f"--arms: expected at least one arm. Known: {', '.join(known)}.")
+    relative_to = config.relative_to or next((arm for arm in arms if arm in dense), arms[0])
+    if relative_to not in arms:
+        raise CliError(f"--relative-to {relative_to}: not among the arms of this run ({', '.join(arms)}).")
+    return ",".join(dict.fromkeys(arms)), relative_to
+
+
+def resolve_tryout(config: Config, ctx: typer.Context) -> tuple[Config, list[dict[str, Any]]]:
+    """(settings without gaps, shapes) for ``--engine transformers``; wrong settings are reported."""
+    from moira_cli.record import STDLIB_TEXT, read_text
+
+    for name in VLLM_ONLY:
+        if ctx.get_parameter_source(name).name == "COMMANDLINE":
+            raise CliError(f"--{name.replace('_', '-')} is for vLLM; --engine transformers has no such setting.")
+    if config.launches != 1:
+        raise CliError(f"--launches: --engine transformers runs once, in this process; got {config.launches}.")
+    arms, relative_to = _arms(config, list(TRYOUT_ARMS), ["dense-torch"])
+    shapes = [parse_shape(text) for text in split_list(config.shape)]
+    if not shapes or any(shape.batch != 1 for shape in shapes):
+        raise CliError("--shape: --engine transformers decodes one request, e.g. 1kx1.")
+    prompts = STDLIB_TEXT if config.prompts == "random" else config.prompts
+    read_text(prompts)  # so that a wrong name is reported before anything is written
+    config = replace(config, arms=arms, relative_to=relative_to, gamma=config.gamma or 0.98, prompts=prompts)
+    return config, [
+        {
+            "shape": {
+                "alias": shape.label,
+                "context_tokens": shape.context_tokens,
+                "batch": 1,
+                "page_size": PAGE_SIZE,
+                "pages_per_row": -(-shape.context_tokens // PAGE_SIZE),
+            },
+            "selection": None,
+            "counts": None,
+        }
+        for shape in shapes
+    ]
 
 
 def _check_numbers(reads: str | None, gamma: float | None) -> None:
@@ -436,8 +526,12 @@ def bench_e2e(
     tokens: Annotated[
         int | None, typer.Option(min=4, help="Output tokens per request and repetition. (default: 256)")
     ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Times each shape is decoded per launch.")] = 5,
-    launches: Annotated[int, typer.Option(min=1, help="Engine starts per arm, arms interleaved.")] = 2,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Times each shape is decoded per launch. (default: 5)")
+    ] = None,
+    launches: Annotated[
+        int | None, typer.Option(min=1, help="Engine starts per arm, arms interleaved. (default: 2)")
+    ] = None,
     reuse_prefill: Annotated[
         bool, typer.Option(help="Prefill once; repetitions take their prompts from the prefix cache.")
     ] = True,
@@ -452,7 +546,7 @@ def bench_e2e(
             min=0, help="Most tokens of a request. (default: what the longest shape needs)", show_default=False
         ),
     ] = 0,
-    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs, no compilation (flag E).")] = False,
+    eager: Annotated[bool, typer.Option(help="No CUDA graphs, no compilation (flag E).")] = False,
     engine: Annotated[
         str, typer.Option(help="vllm, or transformers: a small real model on the CPU, to try the command.")
     ] = "vllm",
@@ -512,8 +606,8 @@ def bench_e2e(
             lists=lists,
             gamma=gamma,
             tokens=tokens or default["tokens"],
-            repetitions=repetitions,
-            launches=launches,
+            repetitions=repetitions or default["repetitions"],
+            launches=launches or default["launches"],
             reuse_prefill=reuse_prefill,
             prompts=prompts,
             kv_layout=kv_layout,
@@ -523,14 +617,19 @@ def bench_e2e(
             seed=seed,
             timeout_s=timeout_s,
         )
-    config, network, dummy = resolve(config)
-    shapes = build_shapes(config, network, dummy)
+    on_vllm = config.engine == "vllm"
+    if on_vllm:
+        config, network, dummy = resolve(config)
+        shapes = build_shapes(config, network, dummy)
+    else:
+        dummy = False
+        config, shapes = resolve_tryout(config, ctx)
     if dry:
         dry_run(config, shapes)
         return
     if output_json not in (None, "-"):
         require_writable(Path(output_json), "--output-json")
-    env, state = require_engine()
+    env, state = require_engine() if on_vllm else (environment.describe("cpu"), {})
     tool = environment.code_version()
     busy = require_idle(0, state, allow_busy)
     if run is None:
@@ -538,7 +637,7 @@ def bench_e2e(
     else:
         require_same_setup(run, env, tool)
     session = Session(config, build_cells(config, shapes, run, dummy), run, busy, Progress(progress))
-    status = session.measure_all(network)
+    status = session.measure_all(network) if on_vllm else session.try_out()
     left = session.unfinished()
     code = exit_code([*run.cells, *left], cancelled=status == "cancelled", strict_flags=strict)
     document = run.save(status, code, left)

@@ -143,7 +143,7 @@ def load(model: str, device: str) -> tuple[Any, Any, dict[str, Any]]:
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise CliError(
-            f"'moira record' needs {' and '.join(missing)}. Install with: pip install 'moira-attention[models]'",
+            f"Decoding with {model} needs {' and '.join(missing)}. Install with: pip install 'moira-attention[models]'",
             ExitCode.ENVIRONMENT,
         )
     import torch

@@ -196,9 +196,10 @@ def print_e2e(document: dict[str, Any], to_stderr: bool = False) -> None:
         shape = arms[0]["shape"]
         console.print(f"\n[bold]{label}[/bold]  {shape['batch']} requests of {shape['context_tokens']:,} tokens")
         base = next((cell for cell in arms if cell["arm"] == config["relative_to"] and cell["status"] == "ok"), None)
+        tried = config["engine"] == "transformers"
         table = new_table(
-            "arm", "TPOT ms" if on_gpu else "cpu ms", "+-95%", f"x {config['relative_to']}", "per launch", "TTFT ms",
-            "tok/s", "reads", "KV tokens", "graph", "flags",
+            "arm", "TPOT ms" if on_gpu else "cpu ms", "+-95%", "x", "per launch", "TTFT ms",
+            "tok/s", "reads", *(("same token", "KL") if tried else ("KV tokens", "graph")), "flags",
         )  # fmt: skip
         for cell in arms:
             if cell["status"] != "ok":
@@ -207,7 +208,11 @@ def print_e2e(document: dict[str, Any], to_stderr: bool = False) -> None:
             time = cell["timing"]["step_us"]
             low, high = time["ci95"]
             ratios = speedups(cell, base) if base else []
-            capacity = cell.get("kv_capacity_tokens")
+            if tried:
+                agreement = cell.get("agreement")
+                last = (f"{agreement['same_token']:.0%}", f"{agreement['kl_mean']:.1e}") if agreement else ("-", "-")
+            else:
+                last = (f"{cell['kv_capacity_tokens']:,}", "full" if cell["mode"] == "graph" else "none")
             table.add_row(
                 cell["arm"],
                 f"{time['median'] / 1e3:,.2f}",
@@ -217,8 +222,7 @@ def print_e2e(document: dict[str, Any], to_stderr: bool = False) -> None:
                 f"{cell['ttft_ms']['median']:,.0f}",
                 f"{cell['out_tok_s']:,.1f}",
                 f"{cell['page_read_fraction']:.1%}",
-                f"{capacity:,}" if capacity else "-",
-                "full" if cell["mode"] == "graph" else "none",
+                *last,
                 "".join(cell["flags"]) or "-",
             )
         console.print(table)
@@ -248,6 +252,7 @@ def _e2e_notes(cells: list[dict[str, Any]], config: dict[str, Any], methods: dic
         lines.append(f"page counts: the coverage rule, gamma {config['gamma']:g}")
     used = dict.fromkeys(cell["tpot_method"] for cell in cells if cell["status"] == "ok")
     lines += [f"TPOT: {name}, {methods[name]}" for name in used]
+    lines.append(f"x: TPOT of {config['relative_to']} over the arm's, median over launches and their range")
     return lines
 
 
