@@ -92,6 +92,9 @@ def choose_on_cpu():
 
 def start(model, moira=None, **options):
     """An engine in this process; ``moira`` is the plugin's settings, None for vLLM as it is."""
+    from moira_kernels.vllm_plugin import register
+
+    register()  # as the entry point does where the project is installed
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         choose_on_cpu()
@@ -121,6 +124,7 @@ def stop(llm):
     llm.llm_engine.engine_core.shutdown()
     del llm
     cleanup_dist_env_and_memory()
+    vllm.envs.disable_envs_cache()  # the next engine may have other variables
     gc.collect()
 
 
@@ -140,9 +144,16 @@ def layers(llm):
     return {name: layer for name, layer in context.items() if hasattr(layer, "impl")}
 
 
-def greedy(llm, prompts, tokens, **options):
-    """Greedy continuations of token-id prompts, in order: (token ids, gap of the two largest log-probabilities)."""
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2, **options)
+def greedy(llm, prompts, tokens):
+    """Greedy continuations of token-id prompts, in order: (token ids, gap of the two largest log-probabilities).
+
+    ``tokens`` is how many, for all or for each.
+    """
+    prompts = list(prompts)
+    sampling = [
+        vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=2)
+        for n in ([tokens] * len(prompts) if isinstance(tokens, int) else tokens)
+    ]
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = [request.outputs[0] for request in llm.generate(inputs, sampling, use_tqdm=False)]
     gaps = []

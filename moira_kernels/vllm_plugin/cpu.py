@@ -18,7 +18,9 @@ from moira_kernels.vllm_plugin.steps import PAGE_SIZE
 
 
 class CpuBackend(MoiraBackend):
-    """MoiraBackend on a CPU."""
+    """MoiraBackend on a CPU, in float32 too."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [*MoiraBackend.supported_dtypes, torch.float32]
 
     @staticmethod
     def get_impl_cls() -> type[MoiraImpl]:

@@ -235,9 +235,12 @@ class Group:
         q = cache.new_zeros((max_batch, num_heads, cache.shape[3] // 2))
         table = block_table.new_zeros((max_batch, block_table.stride(0)))[:, : block_table.shape[1]]
         seq_lens = block_table.new_zeros(max_batch)
+        slots = torch.full((max_batch,), -1, dtype=torch.int64, device=q.device)
         for size in sorted(size for size in sizes if 0 < size <= max_batch):
             self.decode(name, q[:size], cache, table, seq_lens, 1.0, torch.empty_like(q[:size]))
-        self.counters.lengths.fill_(-1)
+            self.counters.count(seq_lens[:size], slots)
+        # Page 0 is vLLM's null page, which no request reads.
+        self.prefill(name, cache, table, seq_lens, seq_lens[:1])
 
     def prefill(self, name: str, cache: torch.Tensor, block_table, seq_lens, page_ids: torch.Tensor) -> None:
         """Summarise the pages ``page_ids`` [n] int32 (physical ids) that this step's prefill rows have filled."""
