@@ -52,6 +52,7 @@ def figures(result: dict[str, Any], spec: dict[str, Any], shape: dict[str, Any])
     repetitions, pages, health = result["repetitions"], result["pages"], result["health"]
     reuse = spec["reuse_prefill"]
     samples = [statistics.median(r["request_tpot_ms"]) if reuse else r["step_ms"] for r in repetitions]
+    samples = [sample for sample in samples if sample is not None]  # no step of all requests: judged below
     ttft = result["prefill"]["ttft_ms"]
     reason = judge(result, spec, shape)
     throttled = any(int(state.get("throttle_reasons") or 0) & THROTTLE_BITS for state in health.values())
@@ -59,7 +60,7 @@ def figures(result: dict[str, Any], spec: dict[str, Any], shape: dict[str, Any])
         "status": "invalid" if reason else "ok",
         **({"reason": reason} if reason else {}),
         "tpot_method": "request_timestamps" if reuse else "engine_step",
-        "tpot_ms": {"median": statistics.median(samples), "samples": samples},
+        "tpot_ms": {"median": statistics.median(samples) if samples else None, "samples": samples},
         "step_ms": [r["step_ms"] for r in repetitions],
         "ttft_ms": {"median": statistics.median(ttft), "max": max(ttft), "n": len(ttft)},
         "out_tok_s": statistics.median(r["tokens_out"] / r["seconds"] for r in repetitions),

@@ -263,7 +263,7 @@ class Bench:
             "tokens_out": sum(len(output.outputs[0].token_ids) for output in outputs),
             "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
             "preemptions": sum(step.preempted for step in self.log.steps),
-            "kv_used": max(step.kv_used for step in self.log.steps),
+            "kv_used": max((step.kv_used for step in self.log.steps), default=0.0),
         }
 
 

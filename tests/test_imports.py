@@ -45,7 +45,14 @@ def test_layers(path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["bench", "kernel", "--help"], ["bench", "e2e", "--help"], ["list", "arms"], ["list", "shapes"]],
+    [
+        ["--help"],
+        ["bench", "kernel", "--help"],
+        ["bench", "e2e", "--help"],
+        ["list", "arms"],
+        ["list", "e2e"],
+        ["list", "shapes"],
+    ],
 )
 def test_commands_without_torch_import_no_torch(arguments):
     code = (
