@@ -20,7 +20,7 @@ def figures(document: dict[str, Any]) -> dict[str, bytes]:
         raise CliError(
             "Pictures need matplotlib. Install with: pip install 'moira-attention[plots]'", ExitCode.ENVIRONMENT
         )
-    cells = [cell for cell in document["cells"] if cell["status"] == "ok" and cell["kind"] != "e2e"]
+    cells = [cell for cell in document["cells"] if cell["status"] == "ok"]
     made = {"cv": time_against_cv(cells), "rows": time_against_rows(cells), "blocks": pages_per_block(cells)}
     return {name: _png(figure) for name, figure in made.items() if figure is not None}
 

@@ -53,42 +53,9 @@ COLUMNS = {
 }
 """Columns of the flat table and what they hold."""
 
-E2E_COLUMNS = {
-    "shape": "CONTEXTxBATCH",
-    "model": "preset or directory",
-    "weights": "dummy or real",
-    "arm": "implementation",
-    "mode": "graph or eager",
-    "device": "cuda or cpu",
-    "status": "ok, or what went wrong",
-    "launches": "engine starts",
-    "tpot_ms": "time per output token: median over launches",
-    "ci_low_ms": "95% interval of the median",
-    "ci_high_ms": "95% interval of the median",
-    "tpot_method": "how it was measured",
-    "speedup": "TPOT of --relative-to over that of the arm, median over launches",
-    "speedup_min": "least over launches",
-    "speedup_max": "most over launches",
-    "ttft_ms": "time to first token of the cold prefill, median over requests",
-    "out_tok_s": "output tokens per second of a repetition",
-    "reads_pct": "pages read in the decode steps, counted on the device, percent",
-    "kv_capacity_tokens": "tokens that the engine's KV cache holds",
-    "cudagraph_mode": "as the engine resolved it",
-    "flags": "see moira bench e2e --help",
-    "reason": "why there is no time",
-}
-"""Columns of the flat table of a `bench e2e` run."""
-
-
-def columns_of(document: dict[str, Any]) -> dict[str, str]:
-    """The columns of a run's flat table."""
-    return E2E_COLUMNS if is_e2e(document) else COLUMNS
-
 
 def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """One flat dict of the run's columns per cell (per arm and shape of `bench e2e`); None where there is no value."""
-    if is_e2e(document):
-        return _e2e_rows(document)
+    """One flat dict of COLUMNS per cell; None where there is no value."""
     rows = []
     for cell in document["cells"]:
         row = dict.fromkeys(COLUMNS)
@@ -103,34 +70,6 @@ def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
             row["sol_pct"] = work["sol_pct"]
             row["moved_over_useful"] = work["moved_bytes"] / work["useful_bytes"]
             row |= {"max_abs": cell["check"].get("max_abs"), "flags": "".join(cell["flags"])}
-        rows.append(row)
-    return rows
-
-
-def _e2e_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    from statistics import median
-
-    from moira_cli.e2e_cells import merge_launches, speedups
-
-    cells = merge_launches(document["cells"])
-    relative_to = document["config_resolved"]["relative_to"]
-    bases = {c["shape"]["alias"]: c for c in cells if c["arm"] == relative_to and c["status"] == "ok"}
-    rows = []
-    for cell in cells:
-        row = {name: cell.get(name) for name in E2E_COLUMNS} | {"shape": cell["shape"]["alias"], "ttft_ms": None}
-        row["flags"] = "".join(cell.get("flags", []))
-        if cell["status"] == "ok":
-            time, ratios = cell["timing"]["step_us"], []
-            if base := bases.get(row["shape"]):
-                ratios = speedups(cell, base)
-            low, high = time["ci95"]
-            row |= {"tpot_ms": time["median"] / 1e3, "ci_low_ms": low / 1e3, "ci_high_ms": high / 1e3}
-            row |= {"launches": len(cell["launch_tpot_ms"]), "ttft_ms": cell["ttft_ms"]["median"]}
-            row["reads_pct"] = 100 * cell["page_read_fraction"]
-            if ratios:
-                row |= {"speedup": median(ratios), "speedup_min": min(ratios), "speedup_max": max(ratios)}
-        else:
-            row |= {"tpot_ms": None, "out_tok_s": None}
         rows.append(row)
     return rows
 
@@ -155,7 +94,7 @@ def title(document: dict[str, Any]) -> str:
 def to_csv(document: dict[str, Any]) -> str:
     """Comma-separated values with a header."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns_of(document), lineterminator="\n")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat_rows(document))
     return text.getvalue()
@@ -163,10 +102,14 @@ def to_csv(document: dict[str, Any]) -> str:
 
 def to_markdown(document: dict[str, Any]) -> str:
     """A Markdown table under a line that says what it was measured on and the command that repeats it."""
-    names = list(columns_of(document))
-    rows = [[_text(row[name]).replace("|", "\\|") for name in names] for row in flat_rows(document)]
-    lines = ["| " + " | ".join(cells) + " |" for cells in [names, ["---"] * len(names), *rows]]
+    rows = [[_text(row[name]).replace("|", "\\|") for name in COLUMNS] for row in flat_rows(document)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
     return f"{title(document)}\n\n    {document['repro_command']}\n\n" + "\n".join(lines) + "\n"
+
+
+def to_json(document: dict[str, Any]) -> str:
+    """The run as it is."""
+    return dumps(document, indent=1) + "\n"
 
 
 def to_html(document: dict[str, Any]) -> str:
@@ -178,9 +121,8 @@ def to_html(document: dict[str, Any]) -> str:
     def cells(tag: str, values: list[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 
-    names = list(columns_of(document))
-    table = [cells("th", names)]
-    table += [cells("td", [_text(row[name]) for name in names]) for row in flat_rows(document)]
+    table = [cells("th", list(COLUMNS))]
+    table += [cells("td", [_text(row[name]) for name in COLUMNS]) for row in flat_rows(document)]
     pictures = [
         f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
         for name, png in figures(document).items()
@@ -209,6 +151,13 @@ def report(
     Pictures: time against CV per shape, time against rows, and the pages of each thread block.
     """
     document = load_run(run)
+    writers = {Format.MD: to_markdown, Format.CSV: to_csv, Format.HTML: to_html, Format.JSON: to_json}
+    if is_e2e(document):
+        from moira_cli import e2e_report
+
+        writers = {Format.MD: e2e_report.to_markdown, Format.CSV: e2e_report.to_csv, Format.JSON: to_json}
+        if output_format not in writers:
+            raise CliError(f"--format {output_format}: a run of 'bench e2e' is written as md, csv or json.")
     if output is not None:
         require_writable(output, "--output")
     if output_format is Format.PNG:
@@ -224,10 +173,7 @@ def report(
             write_atomically(target, png)
             print(target)
         return
-    if output_format is Format.JSON:
-        text = dumps(document, indent=1) + "\n"
-    else:
-        text = {Format.MD: to_markdown, Format.CSV: to_csv, Format.HTML: to_html}[output_format](document)
+    text = writers[output_format](document)
     if output is None:
         sys.stdout.write(text)
     else:

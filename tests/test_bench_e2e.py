@@ -306,7 +306,7 @@ def test_report_has_the_columns_of_steps(engine, tmp_path):
     assert text.startswith("NVIDIA H200")
     assert text.count("\n| ") == 6 + 2
     assert json.loads(moira("report", "r", "--format", "json").stdout) == read_run(tmp_path / "r")
-    one_line(moira("report", "r", "--format", "png", "--output", "p.png"), 2, "nothing to draw")
+    one_line(moira("report", "r", "--format", "png", "--output", "p.png"), 2, "written as md, csv or json")
 
 
 def test_two_runs_get_a_verdict(engine):
