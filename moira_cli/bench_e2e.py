@@ -136,6 +136,7 @@ def build_spec(config: Config, arm: str, shapes: list[dict[str, Any]], model: di
         arm=arm,
         backend=ARMS[arm].backend,
         settings=settings,
+        layer=ARMS[arm].layer,
         model=folder,
         dummy_weights=config.model in PRESETS,
         prompts=None if config.prompts == "random" else config.prompts,
@@ -551,7 +552,7 @@ def bench_e2e(
         str, typer.Option(help="vllm, or transformers: a small real model on the CPU, to try the command.")
     ] = "vllm",
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, weights and page counts.")] = 0,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Stop an engine that is silent for so long.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Stop an engine that is silent for so long.")] = 600.0,
     allow_busy: Annotated[
         bool, typer.Option("--allow-busy", help="Measure on a GPU that is not idle (flag B).")
     ] = False,

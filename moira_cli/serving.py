@@ -30,27 +30,42 @@ class EngineArm:
     Attributes:
         backend: vLLM's attention backend.
         sparse: whether decode rows read only the pages that Moira's Estimate and Select keep.
-        needs: modules that must be there, besides vLLM.
+        needs: (module, how to get it) of what must be there besides vLLM.
         summary: one line.
+        layer: in ``baselines.engine_layers``, whose attention takes the place of Attend.
     """
 
     backend: str
     sparse: bool
-    needs: tuple[str, ...]
+    needs: tuple[tuple[str, str], ...]
     summary: str
+    layer: str | None = None
 
     def missing(self) -> str | None:
         """What to install before this arm can run, or None."""
-        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
-        return f"needs {' and '.join(absent)} (pip install 'moira-attention[flashinfer]')" if absent else None
+        absent = [f"{name} ({how})" for name, how in self.needs if importlib.util.find_spec(name) is None]
+        return f"needs {' and '.join(absent)}" if absent else None
 
+
+_FLASHINFER = ("flashinfer", "pip install 'moira-attention[flashinfer]'")
+_ROWS = ("baselines.sequences", "not in this version")
 
 ARMS = {
     "dense-fa3": EngineArm("FLASH_ATTN", False, (), "vLLM's FlashAttention 3 over every page"),
-    "dense-flashinfer": EngineArm("FLASHINFER", False, ("flashinfer",), "vLLM's FlashInfer backend over every page"),
+    "dense-flashinfer": EngineArm("FLASHINFER", False, (_FLASHINFER,), "vLLM's FlashInfer backend over every page"),
     "moira": EngineArm("CUSTOM", True, (), "Estimate, Select, Attend and Merge in vLLM's CUDA graphs"),
+    "fa3-coverage": EngineArm(
+        "CUSTOM", True, (_ROWS,), "Moira's lists attended by FlashAttention 3, metadata made in every layer", "fa3"
+    ),
+    "flashinfer-coverage": EngineArm(
+        "CUSTOM",
+        True,
+        (_ROWS, _FLASHINFER),
+        "Moira's lists attended by FlashInfer under one plan for rows of full width",
+        "flashinfer",
+    ),
 }
-"""Arms of `bench e2e` by name."""
+"""Arms of `bench e2e` by name; the last two are the paper's FA3^c and FlashInfer^c."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class Spec:
         arm: its name, for people.
         backend: vLLM's attention backend; None for vLLM's own choice.
         settings: the plugin's (``MoiraConfig``); None for a dense arm.
+        layer: of ``EngineArm``.
         model: directory with config.json.
         dummy_weights: whether the weights are made up.
         prompts: a text file, or None for random token ids below ``vocab_size``.
@@ -80,6 +96,7 @@ class Spec:
     arm: str
     backend: str | None
     settings: dict[str, Any] | None
+    layer: str | None
     model: str
     dummy_weights: bool
     prompts: str | None

@@ -118,6 +118,7 @@ class BenchExtension(WorkerExtension):
             "fa_version": getattr(layer.impl, "vllm_flash_attn_version", None),
             "kv_shape": list(layer.kv_cache.shape),
             "kv_strides": list(layer.kv_cache.stride()),
+            "scale_times_sqrt_d": layer.impl.scale * layer.impl.head_size**0.5,
             "runner": type(self.model_runner).__module__,
         }
 
@@ -136,6 +137,11 @@ def start_engine(spec: dict[str, Any]) -> LLM:
     if spec["settings"] is not None:
         register()
         options["additional_config"] = {"moira": spec["settings"]}
+    if spec["layer"]:
+        from baselines.engine_layers import LAYERS
+        from moira_kernels.vllm_plugin.backend import MoiraMetadataBuilder
+
+        MoiraMetadataBuilder.layer_class = LAYERS[spec["layer"]]
     if not spec["eager"]:
         options["compilation_config"] = {"cudagraph_capture_sizes": spec["capture_sizes"]}
     return vllm.LLM(
@@ -295,6 +301,10 @@ def run(spec: dict[str, Any], emit: Emit) -> None:
     start = time.perf_counter()
     llm = start_engine(spec)
     engine = describe_engine(llm, time.perf_counter() - start)
+    if spec["layer"] and abs(engine["scale_times_sqrt_d"] - 1) > 1e-6:
+        raise ValueError(
+            f"{spec['arm']}: expected a softmax scale of 1 / sqrt(D), got {engine['scale_times_sqrt_d']} of it"
+        )
     emit("engine", **engine)
     bench = Bench(llm, spec, emit)
     for shape in spec["shapes"]:

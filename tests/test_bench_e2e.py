@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -163,11 +164,27 @@ def test_flags_and_strict(engine):
 
 
 def test_an_arm_without_its_library_is_a_row(engine, monkeypatch):
-    arm = serving.EngineArm("FLASHINFER", False, ("no_such_library",), "")
+    arm = serving.EngineArm("FLASHINFER", False, (("no_such_library", "pip install it"),), "")
     monkeypatch.setitem(serving.ARMS, "dense-flashinfer", arm)
     result = e2e("--shape", "8kx32")
-    one_line(result, 0, "dense-flashinfer: skipped - needs no_such_library")
+    one_line(result, 0, "dense-flashinfer: skipped - needs no_such_library (pip install it).")
     assert by_arm()["dense-flashinfer"]["status"] == "skipped_unsupported"
+
+
+def test_coverage_arms_have_moiras_lists_and_another_attention(engine, monkeypatch):
+    for name in ("fa3-coverage", "flashinfer-coverage"):
+        monkeypatch.setitem(serving.ARMS, name, replace(serving.ARMS[name], needs=()))
+    assert e2e("--arms", "all", "--shape", "8kx32").exit_code == 0
+    specs = {path.stem: json.loads(path.read_text()) for path in Path("r/engines").glob("*.json")}
+    assert {name: spec["layer"] for name, spec in specs.items()} == {
+        "dense-fa3-1": None,
+        "dense-flashinfer-1": None,
+        "moira-1": None,
+        "fa3-coverage-1": "fa3",
+        "flashinfer-coverage-1": "flashinfer",
+    }
+    for name in ("fa3-coverage-1", "flashinfer-coverage-1"):
+        assert specs[name] | {"arm": "moira", "layer": None} == specs["moira-1"]
 
 
 def test_progress_shows_the_start_and_the_stages(engine):
