@@ -42,8 +42,13 @@ def judge(result: dict[str, Any], spec: dict[str, Any], shape: dict[str, Any]) -
                 f"{r['padded_steps']} were padded (modes: {', '.join(r['modes'])})"
             )
     pages = result["pages"]
-    if spec["settings"] is not None and (pages["dense_rows"] or not pages["sparse_rows"]):
-        return f"{pages['dense_rows']} decode rows were dense and {pages['sparse_rows']} sparse"
+    if spec["settings"] is not None:
+        least = len(repetitions) * batch * (tokens - 2)
+        if pages["dense_rows"] or pages["sparse_rows"] < least:
+            return (
+                f"{pages['dense_rows']} decode rows of sparse layers were dense and {pages['sparse_rows']} sparse, "
+                f"expected none and at least {least} a layer"
+            )
     return None
 
 

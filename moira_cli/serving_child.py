@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moira_kernels.vllm_plugin import WorkerExtension, register, require_sparse
+from moira_kernels.vllm_plugin import WorkerExtension, register
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -47,7 +47,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     # One process: the plugin is registered by hand, and engine steps are seen where they are scheduled.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Settings that only change what is compiled at start-up, not the decode step.
+    # Libraries that would only compile at the start what greedy decoding of a bf16 model does not use.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
 }
@@ -209,12 +209,13 @@ class Bench:
         return self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
     def pages(self) -> dict[str, int] | None:
-        """Decode rows and pages so far, counted on the device and added over layers; None for a dense arm."""
+        """Decode rows of the layers meant to be sparse, and pages of all, so far; None for a dense arm."""
         if self.spec["settings"] is None:
             return None
-        layers = [layer for worker in self.llm.collective_rpc("moira_counters") for layer in worker.values()]
-        names = ("sparse_rows", "dense_rows", "pages_read", "pages_total")
-        return {name: sum(layer[name] for layer in layers) for name in names}
+        layers = list(self.llm.collective_rpc("moira_counters")[0].values())
+        meant = [layer for layer in layers if layer["dense_because"] is None]
+        rows = {name: sum(layer[name] for layer in meant) for name in ("sparse_rows", "dense_rows")}
+        return rows | {name: sum(layer[name] for layer in layers) for name in ("pages_read", "pages_total")}
 
     def measure(self, shape: dict[str, Any]) -> dict[str, Any]:
         """Raw measurements of one shape."""
@@ -240,7 +241,6 @@ class Bench:
             self.emit("progress", shape=label, message=f"repetition {number}/{self.spec['repetitions']}")
             repetitions.append(self.repetition(prompts))
         if counted is not None:
-            require_sparse(self.llm)
             counted = {name: value - counted[name] for name, value in self.pages().items()}
         return {
             "prefill": prefill,
@@ -337,8 +337,9 @@ def main() -> None:
     def emit(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}), file=channel, flush=True)
 
-    for name, value in {**ENVIRONMENT, **spec["environment"]}.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.update(spec["environment"])
     try:
         import vllm  # noqa: F401  (sets up the logger)
 

@@ -44,7 +44,8 @@ def result(shape):
         "apart": {"steps": 3, "full_graph_steps": 3},
     }
     read = sum(map(sum, shape["counts"])) * 4 if shape["counts"] else 4
-    pages = {"sparse_rows": 4, "dense_rows": 0, "pages_read": read, "pages_total": 2 * read}
+    rows = spec["repetitions"] * batch * (tokens - 1) * 32
+    pages = {"sparse_rows": rows, "dense_rows": 0, "pages_read": read, "pages_total": 2 * read}
     if what == "dense-rows":
         pages["dense_rows"] = 2
     return {
