@@ -24,6 +24,9 @@ DEFAULTS = {
 }
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+if not torch.cuda.is_available():
+    # Many small operations: threads that wait for each other make them ten times slower on a busy machine.
+    torch.set_num_threads(1)
 vllm = pytest.importorskip("vllm", reason="runs in a virtual environment with vLLM: see .ci/run")
 
 TINY_LLAMA = {
@@ -50,6 +53,20 @@ def write_config(folder, **changes):
     """A model directory that holds only a configuration, for ``load_format="dummy"``."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA | changes))
+    return str(folder)
+
+
+def write_model(folder, **changes):
+    """A model directory with random weights whose attention is selective: queries and keys of standard deviation 2."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(write_config(folder, **changes)))
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.normal_(std=2 / weight.shape[1] ** 0.5)
+    network.bfloat16().save_pretrained(folder)
     return str(folder)
 
 

@@ -53,6 +53,21 @@ def test_entry_point_only_registers():
     assert AttentionBackendEnum.FLASH_ATTN.get_path().endswith("flash_attn.FlashAttentionBackend")
 
 
+def test_another_plugins_backend_is_left_alone(caplog):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    register_backend(custom, "other.Backend")
+    try:
+        with caplog.at_level("WARNING", logger="vllm.moira"):
+            register()
+        assert custom.get_path() == "other.Backend"
+    finally:
+        custom.clear_override()
+        register()
+    assert custom.get_path() == CLASS_PATH
+
+
 def test_registering_imports_no_backend():
     """The function runs in every vLLM process, also of engines that choose another backend."""
     import subprocess
@@ -273,6 +288,31 @@ def test_a_profile_is_cut_to_the_heads_of_the_rank_d5(llm, monkeypatch, rank, wo
     monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: rank)
     monkeypatch.setattr(backend, "get_tensor_model_parallel_world_size", lambda: world)
     assert builder._counts() == dict.fromkeys(builder.layers, want)
+
+
+def test_the_kernels_themselves_in_an_engine(tmp_path, monkeypatch):
+    """Triton's interpreter runs the kernels in place of the references: the same tokens, and the same pages in the
+    first layer; a rounding of its output may move a later layer's list by a page.
+    """
+    from moira_kernels.pipeline import DecodeLayer, ReferenceLayer
+    from moira_kernels.vllm_plugin.cpu import CpuMetadataBuilder
+
+    model = engines.write_model(tmp_path / "model")
+    results = []
+    for layer_class in (DecodeLayer, ReferenceLayer):
+        monkeypatch.setattr(CpuMetadataBuilder, "layer_class", layer_class)
+        options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 40}
+        engine = engines.start(model, {"gamma": 0.8}, **options)
+        try:
+            tokens = [out for out, _ in engines.greedy(engine, [range(3, 400), range(4, 67)], 3)]
+            counts = require_sparse(engine)[0].values()
+            results.append((tokens, [layer["pages_read"] for layer in counts]))
+        finally:
+            engines.stop(engine)
+    (tokens, pages), (want_tokens, want_pages) = results
+    assert tokens == want_tokens
+    assert pages[0] == want_pages[0] < next(layer["pages_total"] for layer in counts)
+    assert all(abs(a - b) <= 2 for a, b in zip(pages, want_pages, strict=True))
 
 
 # ---- Model runner V2, which GPUs run: its own functions for specs, groups, caches and metadata ----

@@ -23,14 +23,19 @@ def register() -> None:
     """Name the class that vLLM's choice CUSTOM stands for; may be called any number of times.
 
     Nothing is raised here, where it would stop engines that have not chosen CUSTOM: the vLLM version is checked when
-    the class is imported.
+    the class is imported. If another plugin has CUSTOM already, it keeps it, with a warning.
     """
+    logger = logging.getLogger("vllm.moira")
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
-        logging.getLogger("vllm.moira").warning("moira: not registered, this vLLM has no backend registry (%s)", error)
+        logger.warning("moira: not registered, this vLLM has no backend registry (%s)", error)
         return
-    register_backend(AttentionBackendEnum.CUSTOM, CLASS_PATH)
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != CLASS_PATH:
+        logger.warning("moira: not registered, CUSTOM is %s; VLLM_PLUGINS=moira loads this one", custom.get_path())
+        return
+    register_backend(custom, CLASS_PATH)
 
 
 class WorkerExtension:

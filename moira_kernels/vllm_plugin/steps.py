@@ -152,7 +152,8 @@ class Counters:
 
     def read(self) -> dict[str, dict[str, Any]]:
         """By layer: ``sparse_rows`` and ``dense_rows`` (decode rows), ``pages_read`` and ``pages_total`` (of all rows
-        and KV heads) since the start, and ``dense_because`` (None for a sparse layer). Waits for the device.
+        and KV heads) since the start, and ``dense_because`` (None for a sparse layer). vLLM's warm-up may have decoded
+        some. Waits for the device.
         """
         rows = self._totals.tolist()
         return {
