@@ -330,7 +330,7 @@ class Session:
         common: dict[str, Any] = {"child_command": child.repeat_command, "log": str(child.log_path)}
         described, left, start = asdict(spec), {cell.label: cell for cell in cells}, time.monotonic()
         what = f"{name}: engine starting"
-        self.progress.stage(f"{what} (log: {child.log_path})")
+        self.progress.stage(f"{what}: {child.repeat_command} (log: {child.log_path})")
         try:
             for message in child.messages(self.config.timeout_s):
                 event = message.pop("event")

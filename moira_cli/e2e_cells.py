@@ -46,8 +46,8 @@ def judge(result: dict[str, Any], spec: dict[str, Any], shape: dict[str, Any]) -
         least = len(repetitions) * batch * (tokens - 2)
         if pages["dense_rows"] or pages["sparse_rows"] < least:
             return (
-                f"{pages['dense_rows']} decode rows of sparse layers were dense and {pages['sparse_rows']} sparse, "
-                f"expected none and at least {least} a layer"
+                f"decode rows of the layers that should be sparse: {pages['dense_rows']} dense, {pages['sparse_rows']} "
+                f"sparse in each; expected none dense and at least {least} sparse"
             )
     return None
 

@@ -209,13 +209,20 @@ class Bench:
         return self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
     def pages(self) -> dict[str, int] | None:
-        """Decode rows of the layers meant to be sparse, and pages of all, so far; None for a dense arm."""
+        """Decode rows and pages since the start, counted on the device; None for a dense arm.
+
+        Of the layers that should be sparse: ``sparse_rows`` is the least that a layer decoded, ``dense_rows`` the sum.
+        """
         if self.spec["settings"] is None:
             return None
         layers = list(self.llm.collective_rpc("moira_counters")[0].values())
         meant = [layer for layer in layers if layer["dense_because"] is None]
-        rows = {name: sum(layer[name] for layer in meant) for name in ("sparse_rows", "dense_rows")}
-        return rows | {name: sum(layer[name] for layer in layers) for name in ("pages_read", "pages_total")}
+        return {
+            "sparse_rows": min((layer["sparse_rows"] for layer in meant), default=0),
+            "dense_rows": sum(layer["dense_rows"] for layer in meant),
+            "pages_read": sum(layer["pages_read"] for layer in layers),
+            "pages_total": sum(layer["pages_total"] for layer in layers),
+        }
 
     def measure(self, shape: dict[str, Any]) -> dict[str, Any]:
         """Raw measurements of one shape."""

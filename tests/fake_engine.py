@@ -44,10 +44,9 @@ def result(shape):
         "apart": {"steps": 3, "full_graph_steps": 3},
     }
     read = sum(map(sum, shape["counts"])) * 4 if shape["counts"] else 4
-    rows = spec["repetitions"] * batch * (tokens - 1) * 32
+    rows = spec["repetitions"] * batch * (tokens - 1)
     pages = {"sparse_rows": rows, "dense_rows": 0, "pages_read": read, "pages_total": 2 * read}
-    if what == "dense-rows":
-        pages["dense_rows"] = 2
+    pages |= {"dense-rows": {"dense_rows": 2}, "lost-rows": {"sparse_rows": 4}}.get(what, {})
     return {
         "prefill": {"seconds": 1.0, "ttft_ms": [900.0] * batch, "cached_tokens": 64 * (what == "old-prompts")},
         "repetitions": [{**repetition, **changes.get(what, {})} for _ in range(spec["repetitions"])],

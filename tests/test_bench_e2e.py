@@ -114,7 +114,8 @@ def test_the_child_gets_one_engine_for_all_shapes(engine):
         ("uncached", "invalid", ["0 prompt tokens came from the prefix cache, expected 260096"]),
         ("apart", "invalid", ["decoded together in only 3 steps, expected 255"]),
         ("old-prompts", "invalid", ["the prompts were not new"]),
-        ("dense-rows", "invalid", ["2 decode rows were dense"]),
+        ("dense-rows", "invalid", ["should be sparse: 2 dense, 40800 sparse"]),
+        ("lost-rows", "invalid", ["0 dense, 4 sparse in each; expected none dense and at least 40640 sparse"]),
         ("unfit", "oom", ["needs 9 tokens of KV cache"]),
         (
             "fails",
@@ -189,7 +190,8 @@ def test_coverage_arms_have_moiras_lists_and_another_attention(engine, monkeypat
 
 def test_progress_shows_the_start_and_the_stages(engine):
     result = e2e("--arms", "moira", "--shape", "8kx32", "--progress", "plain")
-    assert "moira: moira-1: engine starting (log: r/engines/moira-1.log)" in result.stderr
+    command = "python -m moira_cli.serving_child r/engines/moira-1.json"
+    assert f"moira: moira-1: engine starting: {command} (log: r/engines/moira-1.log)" in result.stderr
     assert "engine up after 1 s, 900,000 tokens of KV cache, CUDA graphs: FULL_AND_PIECEWISE" in result.stderr
     assert "moira-1: 8kx32 prefill" in result.stderr
     assert not e2e("--arms", "moira", "--shape", "8kx32", "--progress", "none", "--run-dir", "r2").stderr
