@@ -76,14 +76,13 @@ class Config:
     timeout_s: float
 
 
-def build_shapes(config: Config, model: dict[str, Any], dummy: bool) -> list[dict[str, Any]]:
+def build_shapes(config: Config, model: dict[str, Any]) -> list[dict[str, Any]]:
     """Every shape as the child gets it and as a cell records it; problems of the settings are reported here."""
     from moira_cli import lists
 
     recorded = lists.load_recorded(lists.SHIPPED if config.lists == "real" else Path(config.lists))
     built = []
-    for text in split_list(config.shape):
-        shape = parse_shape(text)
+    for shape in _shapes(config):
         if shape.context_tokens + config.tokens > config.max_model_len:
             raise CliError(
                 f"{shape.label}: {shape.context_tokens:,} + {config.tokens} tokens are more than the "
@@ -98,27 +97,27 @@ def build_shapes(config: Config, model: dict[str, Any], dummy: bool) -> list[dic
             "pages_per_row": -(-shape.context_tokens // PAGE_SIZE),
             "rows": shape.batch * model["num_key_value_heads"],
         }
-        reads, source, counts = _reads(config, shape, dummy), None, None
-        if reads is not None:
-            wanted, source = reads
+        selection, counts = None, None
+        if config.reads is not None:
+            paper = config.reads == "paper"
+            reads, source = (
+                paper_reads(config.model, shape.context_tokens) if paper else (float(config.reads), "--reads")
+            )
             # Of the pages that a row has halfway through the decoding.
             pages = -(-(shape.context_tokens + config.tokens // 2) // PAGE_SIZE)
             layers, heads = model["num_hidden_layers"], model["num_key_value_heads"]
-            counts = lists.profiled_counts(recorded, layers, heads, pages, wanted, config.seed).tolist()
-            source = {"reads": wanted, "reads_source": source, "profile": recorded.label}
-        built.append({"shape": described, "selection": source, "counts": counts})
-    if not built:
-        raise CliError("--shape: expected at least one shape, e.g. 32kx16.")
+            counts = lists.profiled_counts(recorded, layers, heads, pages, reads, config.seed).tolist()
+            selection = {"reads": reads, "reads_source": source, "profile": recorded.label}
+        built.append({"shape": described, "selection": selection, "counts": counts})
     return built
 
 
-def _reads(config: Config, shape: Shape, dummy: bool) -> tuple[float, str] | None:
-    """(share of the pages to read, where it is from); None to let the coverage rule decide."""
-    if config.reads is None:
-        return None
-    if config.reads == "paper":
-        return paper_reads(config.model, shape.context_tokens)
-    return float(config.reads), "--reads"
+def _shapes(config: Config) -> list[Shape]:
+    """The shapes asked for, each once."""
+    shapes = list(dict.fromkeys(parse_shape(text) for text in split_list(config.shape)))
+    if not shapes:
+        raise CliError("--shape: expected at least one shape, e.g. 32kx16.")
+    return shapes
 
 
 def build_spec(config: Config, arm: str, shapes: list[dict[str, Any]], model: dict[str, Any], folder: str) -> Spec:
@@ -294,6 +293,7 @@ class Session:
         from moira_cli import models
         from moira_cli.record import read_text
         from moira_cli.tryout import TryOut
+        from moira_kernels import MoiraError
 
         config = self.config
         decoder, label = None, None
@@ -313,6 +313,8 @@ class Session:
                     label = cell.label
                     decoder = TryOut(network, tokens[:context], config.gamma, config.tokens, config.repetitions)
                 self.run.add({**cell.record, **decoder.measure(cell.arm)})
+        except MoiraError as error:
+            raise CliError(f"{config.model}: {error}.", ExitCode.ENVIRONMENT) from error
         except KeyboardInterrupt:
             return "cancelled"
         return "complete"
@@ -430,7 +432,7 @@ def resolve(config: Config) -> tuple[Config, dict[str, Any], bool]:
     reads = config.reads or ("paper" if dummy else None)
     gamma = config.gamma if reads else config.gamma or 0.98
     limit = model["max_position_embeddings"]
-    longest = max((parse_shape(text).context_tokens for text in split_list(config.shape)), default=0) + config.tokens
+    longest = max(shape.context_tokens for shape in _shapes(config)) + config.tokens
     needed = min(limit, -(-longest // PAGE_SIZE) * PAGE_SIZE)
     config = replace(
         config,
@@ -467,8 +469,8 @@ def resolve_tryout(config: Config, ctx: typer.Context) -> tuple[Config, list[dic
     if config.launches != 1:
         raise CliError(f"--launches: --engine transformers runs once, in this process; got {config.launches}.")
     arms, relative_to = _arms(config, list(TRYOUT_ARMS), ["dense-torch"])
-    shapes = [parse_shape(text) for text in split_list(config.shape)]
-    if not shapes or any(shape.batch != 1 for shape in shapes):
+    shapes = _shapes(config)
+    if any(shape.batch != 1 for shape in shapes):
         raise CliError("--shape: --engine transformers decodes one request, e.g. 1kx1.")
     prompts = STDLIB_TEXT if config.prompts == "random" else config.prompts
     read_text(prompts)  # so that a wrong name is reported before anything is written
@@ -621,7 +623,7 @@ def bench_e2e(
     on_vllm = config.engine == "vllm"
     if on_vllm:
         config, network, dummy = resolve(config)
-        shapes = build_shapes(config, network, dummy)
+        shapes = build_shapes(config, network)
     else:
         dummy = False
         config, shapes = resolve_tryout(config, ctx)

@@ -157,6 +157,11 @@ def test_an_engine_that_leaves_early_or_goes_silent(engine):
     assert "no sign of life for 2 s" in cells[2]["reason"]
 
 
+def test_a_shape_named_twice_is_measured_once(engine):
+    assert e2e("--arms", "moira", "--shape", "8kx32,8kx32").exit_code == 0
+    assert len(read_run(Path("r"))["cells"]) == 1
+
+
 def test_flags_and_strict(engine):
     engine({"moira": "throttled"})
     assert e2e("--arms", "moira", "--shape", "8kx32").exit_code == 0
