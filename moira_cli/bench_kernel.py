@@ -134,17 +134,14 @@ def build_cells(config: Config, points: list[Point]) -> list[Cell]:
     return [Cell(point, arm, mode) for point in points for mode in modes for arm in arms]
 
 
-def require_idle(device: torch.device, allow_busy: bool) -> bool:
-    """Refuse a GPU that others use; True if it is busy and allowed to be."""
-    from moira_cli.environment import gpu_state
-
-    state = gpu_state(device.index) if device.type == "cuda" else {}
+def require_idle(index: int | None, state: dict[str, Any], allow_busy: bool) -> bool:
+    """Refuse a GPU that others use, by its ``gpu_state`` (empty on a CPU); True if it is busy and allowed to be."""
     busy, used = state.get("busy_pct") or 0, (state.get("memory_used_mib") or 0) / 1024
     if busy <= 10 and used <= 2:
         return False
     if not allow_busy:
         raise CliError(
-            f"GPU {device.index} is not idle: {busy}% busy, {used:.1f} GiB used. Timings would be wrong. Wait, pick "
+            f"GPU {index} is not idle: {busy}% busy, {used:.1f} GiB used. Timings would be wrong. Wait, pick "
             "--device, or pass --allow-busy (rows get flag B).",
             ExitCode.ENVIRONMENT,
         )
@@ -247,16 +244,16 @@ def dry_run(cells: list[Cell], device: torch.device) -> None:
     console.print(f"{len(cells)} cells on {device.type}; {free:.1f} GiB free. Nothing was run.")
 
 
-def _resume(folder: Path, ctx: typer.Context) -> tuple[Run, Config]:
-    """An earlier run and its settings; options given again must agree with them."""
+def resume_run(folder: Path, ctx: typer.Context, config_class: type, command: str) -> tuple[Run, Any]:
+    """An earlier run of ``command`` and its settings; options given again must agree with them."""
     from moira_cli.records import Run
 
     run = Run.load(folder)
     stored = run.header["config_resolved"]
-    if set(stored) != {field.name for field in fields(Config)}:
-        raise CliError(f"'{folder}' is not a run of 'moira bench kernel' of this version.")
-    config = Config(**stored)
-    for field in fields(Config):
+    if set(stored) != {field.name for field in fields(config_class)}:
+        raise CliError(f"'{folder}' is not a run of 'moira {command}' of this version.")
+    config = config_class(**stored)
+    for field in fields(config_class):
         source = ctx.get_parameter_source(field.name)
         given = ctx.params[field.name]
         if source is not None and source.name == "COMMANDLINE" and given != getattr(config, field.name):
@@ -266,6 +263,26 @@ def _resume(folder: Path, ctx: typer.Context) -> tuple[Run, Config]:
                 "Leave it out to resume, or start a new run."
             )
     return run, config
+
+
+def require_same_setup(run: Run, env: dict[str, Any], tool: dict[str, Any]) -> None:
+    """Refuse to continue a run that was measured on another machine, with other libraries or other code."""
+    from moira_cli import environment
+
+    then, now = environment.identity(run.header["env"]), environment.identity(env)
+    if (then, run.header["tool"]) != (now, tool):
+        raise CliError(
+            f"'{run.folder}' was measured on {then} with {run.header['tool']}; this is {now} with {tool}. "
+            "Its other cells would not be comparable: start a new run."
+        )
+
+
+def check_output_options(progress: str, tag: str | None) -> None:
+    """Refuse a wrong --progress or --tag."""
+    if progress not in ("auto", "plain", "none"):
+        raise unknown("--progress", progress, ("auto", "plain", "none"))
+    if tag is not None and not re.fullmatch(r"[\w.-]+", tag):
+        raise CliError(f"--tag: expected letters, digits, '.', '_' and '-', got '{tag}'.")
 
 
 def _arm_names() -> list[str]:
@@ -347,12 +364,10 @@ def bench_kernel(
     for option, value, known in (
         ("--mode", mode or "graph", ("graph", "eager", "both")),
         ("--l2", l2, ("cold", "warm")),
-        ("--progress", progress, ("auto", "plain", "none")),
     ):
         if value not in known:
             raise unknown(option, value, known)
-    if tag is not None and not re.fullmatch(r"[\w.-]+", tag):
-        raise CliError(f"--tag: expected letters, digits, '.', '_' and '-', got '{tag}'.")
+    check_output_options(progress, tag)
     if keep is not None and not 0 < keep <= 1:
         raise CliError(f"--keep: expected a number in (0, 1], got {keep}.")
     if lists not in (None, "synthetic") and (cv is not None or keep is not None):
@@ -367,7 +382,7 @@ def bench_kernel(
 
     run = None
     if resume is not None:
-        run, config = _resume(resume, ctx)
+        run, config = resume_run(resume, ctx, Config, "bench kernel")
         target = resolve_device(config.device)
     else:
         target = resolve_device(device)
@@ -398,18 +413,14 @@ def bench_kernel(
         return
     if output_json not in (None, "-"):
         require_writable(Path(output_json), "--output-json")
-    busy = require_idle(target, allow_busy)
+    state = environment.gpu_state(target.index) if target.type == "cuda" else {}
+    busy = require_idle(target.index, state, allow_busy)
     env, tool = environment.describe(str(target)), environment.code_version()
     if run is None:
         head = header(sys.argv[1:], asdict(config), env, tool)
         run = Run.create(run_dir or new_run_folder(tag, tool), head)
     else:
-        then, now = environment.identity(run.header["env"]), environment.identity(env)
-        if (then, run.header["tool"]) != (now, tool):
-            raise CliError(
-                f"'{resume}' was measured on {then} with {run.header['tool']}; this is {now} with {tool}. "
-                "Its other cells would not be comparable: start a new run."
-            )
+        require_same_setup(run, env, tool)
 
     session = Session(config, cells, run, target, busy, progress)
     rule = StopRule(config.min_samples, config.min_time_ms, config.max_noise, config.timeout_s)

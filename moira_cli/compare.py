@@ -34,7 +34,11 @@ SUITES: dict[str, list[dict[str, str]]] = {
 
 SUITE_OPTIONS = ("shape", "cv", "lists", "keep", "geometry", "page_size", "kv_layout", "mode", "l2", "seed")
 PLAN_FILE = "compare.json"
-MUST_AGREE = ("min_samples", "min_time_ms", "max_noise", "timeout_s", "check", "mode", "l2")
+MUST_AGREE = (
+    *("min_samples", "min_time_ms", "max_noise", "timeout_s", "check", "mode", "l2"),
+    *("tokens", "repetitions", "reuse_prefill", "prompts", "gpu_memory_utilization", "max_model_len"),
+)
+"""Settings of `bench kernel` and of `bench e2e`."""
 
 
 def load_suite(name: str) -> list[dict[str, str]]:
@@ -67,6 +71,9 @@ SAME_CELL = (
     "lists_digest",
     "cv_nominal",
     "l2_policy",
+    "model",
+    "weights",
+    "selection",
 )
 
 
@@ -75,8 +82,15 @@ def cell_key(cell: dict[str, Any]) -> str:
     return json.dumps({name: cell.get(name) for name in SAME_CELL}, sort_keys=True)
 
 
+def is_e2e(document: dict[str, Any]) -> bool:
+    """Whether a run is of `bench e2e`."""
+    return any(cell.get("kind") == "e2e" for cell in document["cells"])
+
+
 def clock_of(cell: dict[str, Any]) -> str:
-    """'kernel_us' or 'cpu_us'."""
+    """'kernel_us' or 'cpu_us'; 'step_us' for a whole decode step."""
+    if cell.get("kind") == "e2e":
+        return "step_us"
     return "kernel_us" if cell["device"] == "cuda" else "cpu_us"
 
 
@@ -208,6 +222,12 @@ def compare_saved(paths: list[Path], threshold: float, allow_unlike: bool) -> di
             f"The runs are not alike ({'; '.join(differences)}), so their times do not compare the code. "
             "Pass --allow-unlike to compare all the same."
         )
+    if is_e2e(a) != is_e2e(b):
+        raise CliError("One run is of 'bench e2e' and the other is not: nothing in them compares.")
+    if is_e2e(a):
+        from moira_cli.e2e_cells import merge_launches
+
+        a, b = ({**run, "cells": merge_launches(run["cells"])} for run in (a, b))
     left = {cell_key(cell): cell for cell in a["cells"]}
     right = {cell_key(cell): cell for cell in b["cells"]}
     rows = []
@@ -217,6 +237,7 @@ def compare_saved(paths: list[Path], threshold: float, allow_unlike: bool) -> di
             "arm": cell["arm"],
             "mode": cell["mode"],
             "shape": cell["shape"]["alias"],
+            "kind": cell.get("kind"),
             "cv_nominal": cell["cv_nominal"],
         }
         if key in left and key in right:

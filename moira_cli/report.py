@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moira_cli.compare import clock_of, load_run
+from moira_cli.compare import clock_of, is_e2e, load_run
 from moira_cli.errors import CliError
 from moira_cli.records import dumps, plan_us, require_writable, write_atomically
 from moira_cli.render import kernel_rows, stage_rows
@@ -139,6 +139,11 @@ def to_markdown(document: dict[str, Any]) -> str:
     return f"{title(document)}\n\n    {document['repro_command']}\n\n{what}\n\n" + "\n".join(tables)
 
 
+def to_json(document: dict[str, Any]) -> str:
+    """The run as it is."""
+    return dumps(document, indent=1) + "\n"
+
+
 def to_html(document: dict[str, Any]) -> str:
     """One self-contained page: what was measured, the pictures, the table."""
     import base64
@@ -181,6 +186,13 @@ def report(
     stages of a step per arm, and a timeline of one layer.
     """
     document = load_run(run)
+    writers = {Format.MD: to_markdown, Format.CSV: to_csv, Format.HTML: to_html, Format.JSON: to_json}
+    if is_e2e(document):
+        from moira_cli import e2e_report
+
+        writers = {Format.MD: e2e_report.to_markdown, Format.CSV: e2e_report.to_csv, Format.JSON: to_json}
+        if output_format not in writers:
+            raise CliError(f"--format {output_format}: a run of 'bench e2e' is written as md, csv or json.")
     if output is not None:
         require_writable(output, "--output")
     if output_format is Format.PNG:
@@ -196,10 +208,7 @@ def report(
             write_atomically(target, png)
             print(target)
         return
-    if output_format is Format.JSON:
-        text = dumps(document, indent=1) + "\n"
-    else:
-        text = {Format.MD: to_markdown, Format.CSV: to_csv, Format.HTML: to_html}[output_format](document)
+    text = writers[output_format](document)
     if output is None:
         sys.stdout.write(text)
     else:

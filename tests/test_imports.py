@@ -17,7 +17,7 @@ ALLOWED = {
     "moira_cli": {"moira_cli", "baselines", "moira_kernels"},
 }
 ONLY_IN = {
-    "vllm": ("moira_kernels/vllm_plugin", "baselines/"),
+    "vllm": ("moira_kernels/vllm_plugin", "baselines/", "moira_cli/serving_child.py"),
     "flash_attn_3": ("baselines/",),
     "flashinfer": ("baselines/",),
     "typer": ("moira_cli/",),
@@ -47,7 +47,15 @@ def test_layers(path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["bench", "kernel", "--help"], ["profile", "--help"], ["list", "arms"], ["list", "shapes"]],
+    [
+        ["--help"],
+        ["bench", "kernel", "--help"],
+        ["bench", "e2e", "--help"],
+        ["profile", "--help"],
+        ["list", "arms"],
+        ["list", "e2e"],
+        ["list", "shapes"],
+    ],
 )
 def test_commands_without_torch_import_no_torch(arguments):
     code = (
