@@ -27,15 +27,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moira_kernels import merge, slices
 from moira_kernels import partition as cuts
-from moira_kernels.checks import UnsupportedError, require_tensor
+from moira_kernels.checks import require_tensor
+from moira_kernels.device import INTERPRETED, multiprocessors, require_supported_sizes, use_pdl
 from moira_kernels.layout import PagedKV, RaggedPages, check_attention_arguments
 
-MAX_GROUP = 16
-MAX_HEAD_DIM = 256
-MAX_PAGE_SIZE = 128
 LOG2_E = 1.4426950408889634
-INTERPRETED = triton.knobs.runtime.interpret
-"""True when kernels run in Triton's interpreter (TRITON_INTERPRET=1 at import), the only way to run them on a CPU."""
 
 
 def reference(
@@ -423,30 +419,8 @@ def resident_blocks(head_dim: int, device: torch.device) -> int:
     """Thread blocks that the device holds at once; four in the interpreter, where they run one after another."""
     if device.type != "cuda":
         return 4
-    properties = torch.cuda.get_device_properties(device)
-    shape = launch_shape(head_dim, properties.shared_memory_per_multiprocessor)
-    return shape.blocks_per_multiprocessor * properties.multi_processor_count
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device; one in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def require_supported_sizes(device: torch.device, group: int, kv: PagedKV) -> None:
-    """Raise ``UnsupportedError`` for a device, or for ``group`` query heads per list or a cache, outside the limits."""
-    if device.type != "cuda" and not INTERPRETED:
-        raise UnsupportedError(
-            f"the kernels need tensors on a CUDA GPU, got {device}; on a CPU use the references, "
-            "or set TRITON_INTERPRET=1 before the import to run the kernels in Triton's interpreter"
-        )
-    for name, value, limit in (
-        ("query heads per list", group, MAX_GROUP),
-        ("head dimension", kv.head_dim, MAX_HEAD_DIM),
-        ("page size", kv.page_size, MAX_PAGE_SIZE),
-    ):
-        if value > limit:
-            raise UnsupportedError(f"{name} {value} is not supported, the limit is {limit}")
+    shape = launch_shape(head_dim, torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+    return shape.blocks_per_multiprocessor * multiprocessors(device)
 
 
 def attend(
@@ -520,7 +494,7 @@ def attend(
         merge.launch_eq4(*scratch, pages.lengths, out, workspace.lse, min_chunk)
     else:
         rows = slices.rows_at_once(pages.num_rows)
-        pdl = merge.use_pdl(q.device)
+        pdl = use_pdl(q.device)
         options |= {"ROWS": rows, "ONE_PASS": pages.num_rows <= rows, "PDL": pdl, "launch_pdl": pdl}
         _attend_balanced_kernel[(workspace.blocks,)](
             *pointers, *scratch, pages.num_rows, scale_log2, *strides, **options

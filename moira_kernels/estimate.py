@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from moira_kernels.attention import INTERPRETED, multiprocessors, require_supported_sizes
 from moira_kernels.checks import require_divisible, require_tensor
+from moira_kernels.device import INTERPRETED, multiprocessors, require_supported_sizes, use_pdl
 from moira_kernels.layout import PagedKV
-from moira_kernels.merge import use_pdl
+from moira_kernels.merge import LN2
 from moira_kernels.summary import PageSummaries, summarize_page, tile_tokens
 
 TILE_PAGES = 32
@@ -147,7 +147,6 @@ def _estimate_kernel(
 ):
     if PDL:  # Select may start: it waits for this kernel's results
         gdc_launch_dependents()
-    LN2: tl.constexpr = 0.6931471805599453
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)  # 0: first page, 1: current page, then equal runs of the pages

@@ -9,14 +9,13 @@ A partial with l_j = -inf is empty and never contributes, whatever its o_j holds
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from moira_kernels import slices
+from moira_kernels.device import use_pdl
 
 LN2 = tl.constexpr(0.6931471805599453)
 MAX_VALUES = 4096
@@ -282,11 +281,3 @@ def launch_balanced(
         num_stages=1,
         launch_pdl=pdl,
     )
-
-
-@cache
-def use_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch (sm_90 and newer): the next kernel's thread blocks start while the last ones of
-    this kernel finish, and wait for its results.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

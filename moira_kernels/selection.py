@@ -33,8 +33,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moira_kernels.checks import require_divisible, require_tensor
+from moira_kernels.device import use_pdl
 from moira_kernels.layout import PagedKV, RaggedPages
-from moira_kernels.merge import use_pdl
 
 BISECTION_BITS = 24
 THRESHOLDS = 4

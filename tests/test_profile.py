@@ -197,7 +197,7 @@ WRONG = [
     (["--nsys"], 9, ["nsys is not on the PATH", "Install Nsight Systems", "--torch"]),
     (["--ncu", "kernel"], 9, ["ncu is not on the PATH", "Install Nsight Compute"]),
     (["--nsys", "--torch"], 2, ["--nsys and --torch: choose one"]),
-    (["e2e", "--nsys"], 3, ["moira bench e2e"]),
+    (["e2e", "--nsys"], 3, ["is not there yet"]),
     (["--resume", "r"], 2, ["--resume", "new run"]),
     (["--output-json", "file/out.json"], 2, ["--output-json 'file/out.json' cannot be written"]),
 ]

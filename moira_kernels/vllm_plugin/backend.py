@@ -30,8 +30,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from moira_kernels.attention import MAX_GROUP, MAX_HEAD_DIM
 from moira_kernels.checks import UnsupportedError
+from moira_kernels.device import MAX_GROUP, MAX_HEAD_DIM
 from moira_kernels.pipeline import DecodeLayer
 from moira_kernels.ranges import annotate
 from moira_kernels.vllm_plugin import SUPPORTED_VLLM
