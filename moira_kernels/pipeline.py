@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moira_kernels import attention, estimate, selection, summary
+from moira_kernels import attention, estimate, merge, selection, slices, summary
 from moira_kernels.attention import Workspace, attend
 from moira_kernels.layout import PagedKV, RaggedPages
 from moira_kernels.partition import eq4_blocks_per_row
@@ -83,6 +83,17 @@ class DecodeLayer:
                 "partial_lse": flat_lse[: math.prod(shape[:3])].view(shape[:3]),
             }
         return self.log_mass[:batch], lists, replace(work, num_rows=rows, lse=work.lse[:batch], **parts)
+
+    def compiled_for(self, batch: int) -> tuple:
+        """What the kernels of a batch are compiled for: batches with equal values share them."""
+        rows, blocks = batch * self.pages.num_lists, self.workspace.blocks
+        _, num_heads, head_dim = self.out.shape
+        if self.workspace.partition == "eq4":
+            blocks = eq4_blocks_per_row(rows)
+            return blocks, merge.launch_shape(blocks, num_heads // self.pages.num_lists, head_dim)
+        at_once = slices.rows_at_once(rows)
+        shape = merge.launch_shape(blocks // rows, num_heads // self.pages.num_lists, head_dim)
+        return at_once, rows <= at_once, shape
 
     @property
     def nbytes(self) -> int:

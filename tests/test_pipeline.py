@@ -195,3 +195,13 @@ def test_batches_of_every_size_over_shared_buffers(partition):
             )
             truth, _ = attention.reference(3 * q[:rows], part, lists)
             assert_close(out, truth, attention.reference(3 * q[:rows], part, lists, dtype=q.dtype)[0])
+
+
+@pytest.mark.parametrize("partition", ["balanced", "eq4"])
+def test_few_batches_need_kernels_of_their_own(partition):
+    """What a server compiles at its start: one batch for each value covers all."""
+    _, kv = make_case([64], Geometry(32, 8, 128))
+    layer = DecodeLayer.allocate(kv, 32, batch=256, partition=partition)
+    values = [layer.compiled_for(batch) for batch in range(1, 257)]
+    assert len(set(values)) <= 20
+    assert len(set(values[127:256])) <= 3

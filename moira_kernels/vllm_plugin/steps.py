@@ -56,7 +56,7 @@ def filled_pages(query_lens: np.ndarray, seq_lens: np.ndarray, first_row: int) -
     return np.stack([row + first_row, begin[row] + within])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _count_kernel(
     lengths_ptr,  # [layers, max_batch, H] int32
     seq_lens_ptr,  # [batch] int32
@@ -227,17 +227,14 @@ class Group:
         return group
 
     def _compile(self, cache: torch.Tensor, num_heads: int, block_table: torch.Tensor, max_batch: int) -> None:
-        """Run empty steps of many sizes now, so that no kernel is compiled while serving: what is compiled depends on
-        the power of two above the number of rows, and on the number being 1, a multiple of 16 or neither.
-        """
-        name = next(iter(self.layers))
-        powers = [2**n for n in range(max_batch.bit_length() + 1)]
-        sizes = {size for p in powers for size in (p - 1, p, 3 * p // 4)} | {max_batch}
+        """Run an empty step of every size that needs kernels of its own, so that none is compiled while serving."""
+        name, layer = next(iter(self.layers.items()))
+        sizes = {layer.compiled_for(size): size for size in range(1, max_batch + 1)}.values()
         q = cache.new_zeros((max_batch, num_heads, cache.shape[3] // 2))
         table = block_table.new_zeros((max_batch, block_table.stride(0)))[:, : block_table.shape[1]]
         seq_lens = block_table.new_zeros(max_batch)
         slots = torch.full((max_batch,), -1, dtype=torch.int64, device=q.device)
-        for size in sorted(size for size in sizes if 0 < size <= max_batch):
+        for size in sizes:
             self.decode(name, q[:size], cache, table, seq_lens, 1.0, torch.empty_like(q[:size]))
             self.counters.count(seq_lens[:size], slots)
         # Page 0 is vLLM's null page, which no request reads.
