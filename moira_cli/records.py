@@ -6,9 +6,8 @@ A run is a folder:
     cells.jsonl     one finished cell a line, appended and flushed to the disk as it is measured
 
 A cell is one arm at one point of the grid. It has a ``cell_id`` (hash of what was measured, with which code, on which
-hardware and libraries), a ``status`` (ok, skipped_unsupported, oom, capture_failed, wrong_result, invalid, timeout,
-error or cancelled; invalid: measured, but not under the conditions that it was to be measured under) and, unless that
-is ok, a ``reason``. After a crash cells.jsonl holds every
+hardware and libraries), a ``status`` (ok, skipped_unsupported, oom, capture_failed, wrong_result, error or cancelled)
+and, unless that is ok, a ``reason``. After a crash cells.jsonl holds every
 finished cell; a last line cut short is dropped.
 """
 
