@@ -6,9 +6,11 @@ _version.py and platforms/__init__.py), so this is vLLM's own FlashAttention bac
 
 import copy
 import inspect
+import subprocess
 import sys
 import types
 from importlib.metadata import entry_points
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
 ]
 
-from moira_kernels import PagedKV, UnsupportedError, attention, selection  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
+
+from moira_kernels import Coverage, PagedKV, UnsupportedError, attention, selection  # noqa: E402
 from moira_kernels.vllm_plugin import CLASS_PATH, backend, register, require_sparse  # noqa: E402
 
 
@@ -70,8 +74,6 @@ def test_another_plugins_backend_is_left_alone(caplog):
 
 def test_registering_imports_no_backend():
     """The function runs in every vLLM process, also of engines that choose another backend."""
-    import subprocess
-
     code = (
         "import sys; from moira_kernels.vllm_plugin import register; register()\n"
         "loaded = [m for m in ('vllm.v1.attention.backends.flash_attn', 'moira_kernels.vllm_plugin.backend') "
@@ -321,7 +323,7 @@ def test_the_kernels_themselves_in_an_engine(tmp_path, monkeypatch):
 class V2:
     """Attention groups, caches and metadata of the engine's layers as vLLM's V2 runner makes them."""
 
-    def __init__(self, llm, layout="NHD", blocks=40, config=None):
+    def __init__(self, llm, layout="NHD", pages=40, config=None):
         from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.worker.gpu import attn_utils
@@ -332,9 +334,7 @@ class V2:
             name: copy.copy(layer) for name, layer in engines.layers(llm).items()
         }
         self.layers = self.config.compilation_config.static_forward_context
-        self.config.cache_config.num_gpu_blocks_override = blocks
-        from vllm.config import set_current_vllm_config
-
+        self.config.cache_config.num_gpu_blocks_override = pages
         with set_current_vllm_config(self.config):
             specs = attn_utils.get_kv_cache_spec(self.config)
             groups = get_kv_cache_groups(self.config, specs)
@@ -343,8 +343,6 @@ class V2:
                 self.kv_config, self.config, torch.device("cpu")
             )
             layouts = {"NHD": KVCacheLayout.LBNHC, "HND": KVCacheLayout.LBHNC}
-            from unittest.mock import patch
-
             with patch.object(
                 type(self.config.cache_config), "get_resolved_kv_cache_layout", lambda _: layouts[layout]
             ):
@@ -373,8 +371,6 @@ class V2:
         self.slots = torch.tensor(slots + [-1] * padded_rows)
         self.table, self.lens = table, lens
         start = torch.from_numpy(start)
-        from vllm.config import set_current_vllm_config
-
         with set_current_vllm_config(self.config):
             return self.attn_utils.build_attn_metadata(
                 self.groups,
@@ -431,7 +427,7 @@ def test_v2_cache_is_the_fused_one_in_both_layouts_e1(llm, layout, strides):
 def test_v2_larger_manager_blocks_are_split_e3(llm):
     config = copy.deepcopy(engines.runner(llm).vllm_config)
     config.cache_config.block_size = 128
-    v2 = V2(llm, config=config, blocks=20)
+    v2 = V2(llm, config=config, pages=20)
     assert v2.block_sizes == [64]
     assert {cache.shape[0] for cache in v2.caches.values()} == {40}
     v2.build([1], [65], [[2, 3]])
@@ -481,7 +477,7 @@ def test_v2_captured_step_reads_persistent_tensors_only_i1(llm):
 
 def test_a_profiling_cache_leaves_nothing_behind_i7(llm):
     """vLLM profiles graphs on a small cache, then makes builders and caches anew with the same layers."""
-    small, real = V2(llm, blocks=6), V2(llm, blocks=40)
+    small, real = V2(llm, pages=6), V2(llm)
     small.build([1], [1], [[0]])
     real.build([1], [1], [[0]])
     pages = [{layer.summaries.mean.shape[0] for layer in v.builder.group.layers.values()} for v in (small, real)]
@@ -527,8 +523,6 @@ def test_v2_steps_through_real_layers_g3_h8(llm, layout):
 
     def sparse(metadata, q):
         """Decode rows by the float32 references, over summaries rebuilt from the cache alone."""
-        from moira_kernels import Coverage
-
         rows = metadata.decode_rows
         kv = PagedKV.from_fused(cache, metadata.block_table[:rows], metadata.seq_lens[:rows])
         selector = Coverage(gamma=0.9)
@@ -603,9 +597,8 @@ def test_flash_attention_gets_the_masked_metadata_and_its_own_schedule(llm, monk
     assert [call.seq_lens.tolist() for call in calls] == [[0, 20], [70, 20], [70, 20]]
     assert group == [names[0], names[0]]
     assert fast == [False, False]  # layer 1 is dense and needs the schedule in every step
-    for metadata_builder in [v2.builder]:
-        metadata_builder.dense_because = dict.fromkeys(names)
-        v2.build([1, 1], [70, 20], [[1, 2], [3]])
+    v2.builder.dense_because = dict.fromkeys(names)
+    v2.build([1, 1], [70, 20], [[1, 2], [3]])
     assert fast[-1] is True
 
 

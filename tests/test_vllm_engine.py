@@ -207,18 +207,18 @@ class TestWholePrompts:
     def test_abort_and_page_reuse_g3(self, llm, prompts):
         """Requests that end early leave their pages to others; every later list is still the reference's."""
         set_gamma(llm, 0.9)
-        core = llm.llm_engine
+        engine = llm.llm_engine
         sampling = vllm.SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         for i, n in enumerate((700, 450, 300, 128)):
-            core.add_request(f"abort-{i}", {"prompt_token_ids": list(prompts[n])}, sampling)
+            engine.add_request(f"abort-{i}", {"prompt_token_ids": list(prompts[n])}, sampling)
         for _ in range(6):
-            core.step()
-        core.abort_request(["abort-0", "abort-2"], internal=False)
-        core.add_request("late", {"prompt_token_ids": list(prompts[LONG])}, sampling)
+            engine.step()
+        engine.abort_request(["abort-0", "abort-2"], internal=False)
+        engine.add_request("late", {"prompt_token_ids": list(prompts[LONG])}, sampling)
         before = CheckedLayer.steps
         done = []
-        while core.has_unfinished_requests():
-            done += [output.request_id for output in core.step() if output.finished]
+        while engine.has_unfinished_requests():
+            done += [output.request_id for output in engine.step() if output.finished]
         assert sorted(done) == ["abort-1", "abort-3", "late"]
         assert CheckedLayer.steps - before >= 30 * 29
         require_sparse(llm)
