@@ -16,8 +16,8 @@ import triton.language as tl
 
 from baselines import fa3, flashinfer_decode
 from baselines.flashinfer_fullwidth import compress
-from baselines.sequences import Sequences, _factor, _one_head_pages
-from moira_kernels import estimate, selection
+from baselines.sequences import Sequences, one_head_pages, page_factor
+from moira_kernels.attention import Workspace
 from moira_kernels.layout import PagedKV, RaggedPages
 from moira_kernels.pipeline import DecodeLayer
 
@@ -73,28 +73,23 @@ class RowsLayer(DecodeLayer):
 
     shared: dict[Any, Any] = field(default_factory=dict)
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         kv: PagedKV,
-        *,
-        gamma: float | None = None,
-        counts: torch.Tensor | None = None,
-        softmax_scale: float | None = None,
-        out: torch.Tensor | None = None,
+        pages: RaggedPages,
+        workspace: Workspace,
+        softmax_scale: float | None,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        """``DecodeLayer.run``; attention takes 1 / sqrt(D) as its scale, whatever Estimate is given."""
-        log_mass, pages, _ = self._first_rows(kv.batch)
-        out = self.out[: kv.batch] if out is None else out
-        estimate.launch(q, kv, self.summaries, log_mass, softmax_scale)
-        selection.launch(log_mass, kv, pages, gamma=gamma, counts=counts)
-        factor, rows = _factor("cache", kv.k), pages.num_rows
+        """The lists through ``attend_rows``, with 1 / sqrt(D) as the scale, whatever Estimate is given."""
+        factor, rows = page_factor("cache", kv.k), pages.num_rows
         group = q.shape[1] // pages.num_lists
         sequences = Sequences(
             q.reshape(rows, group, -1),
             out.view(rows, group, -1),
-            _one_head_pages(kv.k, factor),
-            _one_head_pages(kv.v, factor),
+            one_head_pages(kv.k, factor),
+            one_head_pages(kv.v, factor),
             *self._table(rows),
         )
         self.attend_rows(sequences, kv, pages, factor)

@@ -77,8 +77,8 @@ class Rows:
 
     def __init__(self, q: torch.Tensor, out: torch.Tensor, kv: PagedKV, pages: RaggedPages):
         self.pages, self.page_size = pages, kv.page_size
-        self.factor = _factor("kv.k", kv.k)
-        if _factor("kv.v", kv.v) != self.factor:
+        self.factor = page_factor("kv.k", kv.k)
+        if page_factor("kv.v", kv.v) != self.factor:
             raise UnsupportedError(
                 f"kv.k and kv.v differ in page stride / head stride: {kv.k.stride()}, {kv.v.stride()}"
             )
@@ -90,8 +90,8 @@ class Rows:
         self.sequences = Sequences(
             q.view(rows, group, -1),
             out.view(rows, group, -1),
-            _one_head_pages(kv.k, self.factor),
-            _one_head_pages(kv.v, self.factor),
+            one_head_pages(kv.k, self.factor),
+            one_head_pages(kv.v, self.factor),
             torch.empty((rows, pages.page_ids.shape[2]), dtype=torch.int32, device=q.device),
             torch.empty(rows, dtype=torch.int32, device=q.device),
         )
@@ -103,7 +103,11 @@ class Rows:
         self.sequences.seq_lens.copy_(self.pages.num_tokens(self.page_size).flatten())
 
 
-def _factor(name: str, cache: torch.Tensor) -> int:
+def page_factor(name: str, cache: torch.Tensor) -> int:
+    """Page stride / head stride of ``cache`` [pages, H_kv, S, D]: ids of one-head pages are page id * this + KV head.
+
+    Raises ``UnsupportedError`` naming the tensor if the strides do not divide.
+    """
     page, head = cache.stride()[:2]
     if cache.shape[1] == 1:  # the stride of the only head means nothing
         return 1
@@ -114,7 +118,7 @@ def _factor(name: str, cache: torch.Tensor) -> int:
     return page // head
 
 
-def _one_head_pages(cache: torch.Tensor, factor: int) -> torch.Tensor:
+def one_head_pages(cache: torch.Tensor, factor: int) -> torch.Tensor:
     """[pages, H_kv, S, D] -> [(pages - 1) * factor + H_kv, S, 1, D], a view."""
     pages, heads, page_size, head_dim = cache.shape
     page, head, token, _ = cache.stride()

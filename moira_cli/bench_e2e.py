@@ -590,8 +590,9 @@ def bench_e2e(
         parse_shape(text)  # before torch is imported, so that a typing error answers at once
     _check_numbers(reads, gamma)
 
-    from moira_cli import environment, render
+    from moira_cli import environment
     from moira_cli.bench_kernel import require_idle, require_same_setup, resume_run
+    from moira_cli.e2e_report import print_e2e
     from moira_cli.records import Run, emit, exit_code, header, new_run_folder, require_writable, warn
 
     run = None
@@ -646,7 +647,7 @@ def bench_e2e(
     document = run.save(status, code, left)
 
     emit(document, output_json)
-    render.print_e2e(document, to_stderr=output_json == "-")
+    print_e2e(document, to_stderr=output_json == "-")
     for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] != "ok"):
         warn(reason)
     if status != "complete":

@@ -1,4 +1,8 @@
-"""Cells of `moira bench e2e`: a shape's raw measurements judged and summed up, and launches put together."""
+"""Cells of `moira bench e2e`: a shape's raw measurements judged and summed up, and launches put together.
+
+Besides the usual ones a status can be invalid (measured, but not under the conditions that it claims: the figures stay
+in the cell and out of the tables) or timeout (the engine was silent for too long).
+"""
 
 from __future__ import annotations
 

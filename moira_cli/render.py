@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,84 +257,6 @@ def print_profile(document: dict[str, Any], to_stderr: bool = False) -> None:
     for cell in profiled:
         p = cell["profile"]
         console.print(f"\n{cell['arm']}: {p['report']}\n  {p['command']}", markup=False, soft_wrap=True)
-
-
-def print_e2e(document: dict[str, Any], to_stderr: bool = False) -> None:
-    """The table of a `bench e2e` run: one part per shape, one line per arm, its launches put together."""
-    from moira_cli.e2e_cells import TPOT_METHODS, merge_launches, speedups
-
-    console = new_console(to_stderr)
-    env, config = document["env"], document["config_resolved"]
-    on_gpu = env["device"] == "cuda"
-    console.print(machine(env))
-    cells = merge_launches(document["cells"])
-    for line in _e2e_notes(cells, config, TPOT_METHODS):
-        console.print(line, markup=False)
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for cell in cells:
-        parts.setdefault(cell["shape"]["alias"], []).append(cell)
-    for label, arms in parts.items():
-        shape = arms[0]["shape"]
-        console.print(f"\n[bold]{label}[/bold]  {shape['batch']} requests of {shape['context_tokens']:,} tokens")
-        base = next((cell for cell in arms if cell["arm"] == config["relative_to"] and cell["status"] == "ok"), None)
-        tried = config["engine"] == "transformers"
-        table = new_table(
-            "arm", "TPOT ms" if on_gpu else "cpu ms", "+-95%", "x", "per launch", "TTFT ms",
-            "tok/s", "reads", *(("same token", "KL") if tried else ("KV tokens", "graph")), "flags",
-        )  # fmt: skip
-        for cell in arms:
-            if cell["status"] != "ok":
-                table.add_row(cell["arm"], cell["status"])
-                continue
-            time = cell["timing"]["step_us"]
-            low, high = time["ci95"]
-            ratios = speedups(cell, base) if base else []
-            if tried:
-                agreement = cell.get("agreement")
-                last = (f"{agreement['same_token']:.0%}", f"{agreement['kl_mean']:.1e}") if agreement else ("-", "-")
-            else:
-                last = (f"{cell['kv_capacity_tokens']:,}", "full" if cell["mode"] == "graph" else "none")
-            table.add_row(
-                cell["arm"],
-                f"{time['median'] / 1e3:,.2f}",
-                f"{50 * (high - low) / time['median']:.1f}%",
-                f"{statistics.median(ratios):.2f}" if ratios else "-",
-                f"{min(ratios):.2f}-{max(ratios):.2f}" if len(ratios) > 1 else "-",
-                f"{cell['ttft_ms']['median']:,.0f}",
-                f"{cell['out_tok_s']:,.1f}",
-                f"{cell['page_read_fraction']:.1%}",
-                *last,
-                "".join(cell["flags"]) or "-",
-            )
-        console.print(table)
-
-
-def machine(env: dict[str, Any]) -> str:
-    """Device and versions of a run, in one line."""
-    names = ("torch", "triton", "vllm", "flashinfer-python", "transformers")
-    versions = ", ".join(f"{name} {env['libraries'][name]}" for name in names if env["libraries"].get(name))
-    if env["device"] == "cuda":
-        return f"{env['gpu']['name']}, driver {env['gpu']['driver']}, {versions}"
-    return f"device: cpu ({env['cpu']}, {env['cpu_threads']} threads) - a try-out on the CPU, no GPU time, {versions}"
-
-
-def _e2e_notes(cells: list[dict[str, Any]], config: dict[str, Any], methods: dict[str, str]) -> list[str]:
-    """What a reader must know: weights, where page counts are from, how the TPOT was measured."""
-    chosen = [cell["selection"] for cell in cells if cell["selection"]]
-    weights = {cell["weights"] for cell in cells}
-    lines = [f"{config['model']}, {' and '.join(sorted(weights))} weights; {config['tokens']} tokens per request"]
-    if profiles := {c["profile"] for c in chosen if "profile" in c}:
-        sources = {c["reads_source"] for c in chosen if "profile" in c}
-        lines.append(
-            f"page counts: the profile of {' and '.join(sorted(profiles))}, scaled to a mean read fraction "
-            f"({', '.join(sorted(sources))}); Estimate and Select run and are paid for"
-        )
-    elif chosen:
-        lines.append(f"page counts: the coverage rule, gamma {config['gamma']:g}")
-    used = dict.fromkeys(cell["tpot_method"] for cell in cells if cell["status"] == "ok")
-    lines += [f"TPOT: {name}, {methods[name]}" for name in used]
-    lines.append(f"x: TPOT of {config['relative_to']} over the arm's, median over launches and their range")
-    return lines
 
 
 def print_verdicts(result: dict[str, Any], to_stderr: bool = False) -> None:

@@ -48,19 +48,18 @@ class EngineArm:
 
 
 _FLASHINFER = ("flashinfer", "pip install 'moira-attention[flashinfer]'")
-_ROWS = ("baselines.sequences", "not in this version")
 
 ARMS = {
     "dense-fa3": EngineArm("FLASH_ATTN", False, (), "vLLM's FlashAttention 3 over every page"),
     "dense-flashinfer": EngineArm("FLASHINFER", False, (_FLASHINFER,), "vLLM's FlashInfer backend over every page"),
     "moira": EngineArm("CUSTOM", True, (), "Estimate, Select, Attend and Merge in vLLM's CUDA graphs"),
     "fa3-coverage": EngineArm(
-        "CUSTOM", True, (_ROWS,), "Moira's lists attended by FlashAttention 3, metadata made in every layer", "fa3"
+        "CUSTOM", True, (), "Moira's lists attended by FlashAttention 3, metadata made in every layer", "fa3"
     ),
     "flashinfer-coverage": EngineArm(
         "CUSTOM",
         True,
-        (_ROWS, _FLASHINFER),
+        (_FLASHINFER,),
         "Moira's lists attended by FlashInfer under one plan for rows of full width",
         "flashinfer",
     ),

@@ -103,9 +103,9 @@ class BenchExtension(WorkerExtension):
         builders = [b for groups in self.model_runner.attn_groups for group in groups for b in group.metadata_builders]
         for builder in builders:
             if isinstance(builder, MoiraMetadataBuilder):
-                for name, rule in builder.group.rule.items():
+                for name in builder.group.layers:
                     with torch.inference_mode():
-                        rule["counts"].copy_(torch.tensor(counts[layer_index(name)], dtype=torch.int32))
+                        builder.group.set_counts(name, counts[layer_index(name)])
 
     def moira_attention(self) -> dict[str, Any]:
         """Backend, FlashAttention version and KV cache strides of the first layer, as the engine resolved them."""

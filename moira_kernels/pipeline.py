@@ -138,7 +138,19 @@ class DecodeLayer:
         with annotate("select"):
             selection.launch(log_mass, kv, pages, gamma=gamma, counts=counts)
         with annotate("attend"):
-            return attend(q, kv, pages, softmax_scale=softmax_scale, out=out, workspace=workspace)
+            return self.attend(q, kv, pages, workspace, softmax_scale, out)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: PagedKV,
+        pages: RaggedPages,
+        workspace: Workspace,
+        softmax_scale: float | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention over the selected ``pages`` into ``out``: the last part of ``run``."""
+        return attend(q, kv, pages, softmax_scale=softmax_scale, out=out, workspace=workspace)
 
 
 class ReferenceLayer(DecodeLayer):

@@ -24,10 +24,10 @@ DEFAULTS = {
 }
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+vllm = pytest.importorskip("vllm", reason="runs in a virtual environment with vLLM: see .ci/run")
 if not torch.cuda.is_available():
     # Many small operations: threads that wait for each other make them ten times slower on a busy machine.
     torch.set_num_threads(1)
-vllm = pytest.importorskip("vllm", reason="runs in a virtual environment with vLLM: see .ci/run")
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("baselines.sequences", reason="needs the arms that wrap FA3 and FlashInfer")
-
 from baselines import engine_layers
 from moira_kernels import PagedKV
 from moira_kernels.pipeline import DecodeLayer

@@ -240,6 +240,11 @@ class Group:
         # Page 0 is vLLM's null page, which no request reads.
         self.prefill(name, cache, table, seq_lens, seq_lens[:1])
 
+    def set_counts(self, name: str, counts: list[int]) -> None:
+        """Other counts [H] for a layer whose policy fixes them, from the next step on, captured graphs included."""
+        rule = self.rule[name]["counts"]
+        rule.copy_(torch.tensor(counts, dtype=rule.dtype))
+
     def prefill(self, name: str, cache: torch.Tensor, block_table, seq_lens, page_ids: torch.Tensor) -> None:
         """Summarise the pages ``page_ids`` [n] int32 (physical ids) that this step's prefill rows have filled."""
         self.layers[name].prefill(PagedKV.from_fused(cache, block_table, seq_lens), page_ids)
