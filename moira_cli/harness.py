@@ -117,9 +117,12 @@ def l2_bytes(device: torch.device) -> int:
 def memory_shortage(point: Point, device: torch.device) -> str | None:
     """One line if the buffer sets of ``point`` do not fit, else None."""
     copies = point.rotations(l2_bytes(device))
-    # The float32 reference and the arms' scratch come on top: a tenth, and never less than 256 MiB.
+    # The float32 reference and the arms' scratch come on top: a tenth, and never less than 256 MiB. On a GPU so do the
+    # buffers of the read floor.
     need = copies * point.copy_bytes
     need += max(need // 10, 256 * 1024**2)
+    if device.type == "cuda":
+        need += timing.rotations_for_cold_l2(point.useful_bytes, l2_bytes(device)) * point.useful_bytes
     free = free_bytes(device)
     if need <= free:
         return None
