@@ -16,8 +16,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,7 @@ class Window(StepLog):
 
     def _decoded(self) -> int:
         """Steps on end, up to the latest, in which all requests decoded."""
-        return next(
-            (i for i, step in enumerate(reversed(self.steps)) if step.tokens != self.batch),
-            len(self.steps),
-        )
+        return sum(1 for _ in takewhile(lambda step: step.tokens == self.batch, reversed(self.steps)))
 
     def _open(self) -> None:
         _finish()
@@ -106,12 +104,11 @@ def capture(spec: dict[str, Any], label: str, way: str, output: Path) -> dict[st
     """What OUTPUT.json gets; the trace is written on the way."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def profiler() -> ExitStack:
-        stack = ExitStack()
+    @contextmanager
+    def profiler() -> Iterator[None]:
         trace = torch_trace(device, Path(f"{output}.trace.json.gz")) if way == "torch" else profiler_range(device)
-        stack.enter_context(trace)
-        stack.enter_context(annotate(f"steps/{spec['arm']}/{label}"))
-        return stack
+        with trace, annotate(f"steps/{spec['arm']}/{label}"):
+            yield
 
     shape = next(shape for shape in spec["shapes"] if shape["label"] == label)
     bench = ProfiledBench(start_engine(spec), spec, profiler)

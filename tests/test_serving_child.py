@@ -117,5 +117,5 @@ def test_steps_of_an_engine_under_torch_profiler(run):
     spec = json.loads(Path("r/engines/moira-1.json").read_text())
     Path("broken.json").write_text(json.dumps(spec | {"max_num_seqs": 0}))
     child = [sys.executable, "-c", CAPTURE, "broken.json", "500x1", "torch", "p/broken"]
-    with pytest.raises(ProfilerError, match="The profiled process failed: .*max_num_seqs"):
+    with pytest.raises(ProfilerError, match="The profiled process failed: ValidationError: .*See p/broken.log"):
         profilers.with_torch(child, Path("p/broken"), 1e3, "cpu")
