@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from moira_cli.e2e_cells import TPOT_METHODS, merge_launches, speedups
-from moira_cli.render import new_console, new_table
+from moira_cli.render import kernel_rows, new_console, new_table, stage_rows
 
 COLUMNS = {
     "shape": "CONTEXTxBATCH",
@@ -148,14 +148,22 @@ def to_csv(document: dict[str, Any]) -> str:
 
 
 def to_markdown(document: dict[str, Any]) -> str:
-    """A Markdown table under a line that says what it was measured on and the command that repeats it."""
+    """A table, and of a profiled run stages and kernels, under a line that says what they were measured on."""
 
     def cell(name: str, value: Any) -> str:
         if value is None:
             return "-"
-        return f"{value:,.{DIGITS.get(name, 1)}f}" if isinstance(value, float) else str(value).replace("|", "\\|")
+        return f"{value:,.{DIGITS.get(name, 1)}f}" if isinstance(value, float) else str(value)
 
     rows = [[cell(name, value) for name, value in row.items()] for row in flat_rows(document)]
-    lines = ["| " + " | ".join(line) + " |" for line in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
+    tables = [[list(COLUMNS), *rows], stage_rows(document["cells"]), kernel_rows(document["cells"])]
+    texts = [
+        "".join(
+            "| " + " | ".join(text.replace("|", "\\|") for text in line) + " |\n"
+            for line in (table[0], ["---"] * len(table[0]), *table[1:])
+        )
+        for table in tables
+        if table
+    ]
     head = f"{machine(document['env'])}, {document['started_utc']}\n\n    {document['repro_command']}"
-    return f"{head}\n\n" + "\n".join(lines) + "\n"
+    return f"{head}\n\n" + "\n".join(texts)

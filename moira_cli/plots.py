@@ -26,6 +26,7 @@ def figures(document: dict[str, Any]) -> dict[str, bytes]:
         )
     cells = [cell for cell in document["cells"] if cell["status"] == "ok"]
     profiled = [cell for cell in cells if "stages" in cell.get("profile", {})]
+    cells = [cell for cell in cells if cell.get("kind") != "e2e"]
     made = {
         "cv": time_against_cv(cells),
         "rows": time_against_rows(cells),

@@ -68,13 +68,16 @@ def _run(command: list[str], output: Path) -> subprocess.CompletedProcess:
 def _steps(done: subprocess.CompletedProcess, output: Path) -> dict[str, Any]:
     """What the profiled process wrote about itself; without it, it failed."""
     try:
-        return json.loads(Path(f"{output}.json").read_text(encoding="utf-8"))
+        steps = json.loads(Path(f"{output}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         last = (said or ["it printed nothing"])[-1].strip().removeprefix("moira: ")
         raise ProfilerError(
             f"The profiled process failed (exit {done.returncode}): {last} See {output}.log."
         ) from error
+    if "failed" in steps:
+        raise ProfilerError(f"The profiled process failed: {steps['failed']}. See {output}.log.")
+    return steps
 
 
 def _summary(records, steps: dict[str, Any], untraced_us: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moira_cli.compare import is_e2e
 from moira_cli.records import plan_us
 from moira_cli.stages import STAGES, UNCLASSIFIED
 
@@ -118,6 +119,12 @@ def _print_device(console: Console, env: dict[str, Any]) -> None:
 
 def _print_point(console: Console, cell: dict[str, Any]) -> None:
     shape = cell["shape"]
+    if cell.get("kind") == "e2e":
+        console.print(
+            f"\n[bold]{shape['alias']}[/bold]  {shape['batch']} requests of {shape['context_tokens']:,} tokens, "
+            f"{cell['kv_layout']}; {escape(cell['model'])}, {cell['weights']} weights"
+        )
+        return
     nominal = "" if cell["cv_nominal"] is None else f"{cell['cv_nominal']:g} -> "
     console.print(
         f"\n[bold]{shape['alias']}[/bold]  {shape['rows']} rows, {shape['pages_per_row']} pages of "
@@ -134,7 +141,7 @@ def _l2(policy: str) -> str:
 def _by_point(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     blocks: dict[tuple, list] = {}
     for cell in cells:
-        key = (cell["shape"]["alias"], cell["kv_layout"], cell["lists_digest"], cell["cv_nominal"])
+        key = (cell["shape"]["alias"], cell["kv_layout"], cell.get("lists_digest"), cell["cv_nominal"])
         blocks.setdefault(key, []).append(cell)
     return list(blocks.values())
 
@@ -237,7 +244,8 @@ def print_profile(document: dict[str, Any], to_stderr: bool = False) -> None:
     _print_device(console, document["env"])
     profiler = document["profiler"]
     on_gpu = document["env"]["device"] == "cuda"
-    what = "medians per step, one layer's attention" + ("" if on_gpu else ", of PyTorch's operators on the CPU")
+    what = "an engine's decode steps" if is_e2e(document) else "one layer's attention"
+    what = f"medians per step, {what}" + ("" if on_gpu else ", of PyTorch's operators on the CPU")
     if profiler["way"] == "ncu":
         what = "medians of single launches, caches flushed before each, clocks as they are"
     console.print(f"{profiler['way']} {profiler['version']}: {what}", markup=False)

@@ -191,7 +191,8 @@ def report(
         from moira_cli import e2e_report
 
         writers = {Format.MD: e2e_report.to_markdown, Format.CSV: e2e_report.to_csv, Format.JSON: to_json}
-        if output_format not in writers:
+        profiled = any("profile" in cell for cell in document["cells"])
+        if output_format not in writers and not (profiled and output_format is Format.PNG):
             raise CliError(f"--format {output_format}: a run of 'bench e2e' is written as md, csv or json.")
     if output is not None:
         require_writable(output, "--output")

@@ -334,6 +334,13 @@ class _Forward(logging.Handler):
         self.to("log", message=record.getMessage().splitlines()[0][:200] if record.getMessage() else "")
 
 
+def set_environment(spec: dict[str, Any]) -> None:
+    """The variables of an engine; before vLLM is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(spec["environment"])
+
+
 def main() -> None:
     """Run the specification named on the command line."""
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -344,9 +351,7 @@ def main() -> None:
     def emit(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}), file=channel, flush=True)
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(spec["environment"])
+    set_environment(spec)
     try:
         import vllm  # noqa: F401  (sets up the logger)
 

@@ -24,7 +24,7 @@ PATTERNS = (
     # Matrix multiplications: cuBLAS (nvjet on Hopper), CUTLASS, DeepGEMM, and split-K sums that belong to them.
     ("GEMM", r"(?i)gemm|gemv|nvjet|cublas|splitk|cutlass.*tensorop"),
     # Known and none of the above.
-    ("rest", r"^\[mem"),
+    ("rest", r"^\[mem|^_(count|table|compress)_kernel"),
     ("rest", r"\bat::|\bat_cuda_detail::|\bcub::|\bthrust::|\bc10::|^aten::|^triton_(poi|red|per|tem)_"),
     ("rest", r"\bvllm::|rms_norm|rotary|act_and_mul|reshape_and_cache|topk|argmax|softmax|embedding|nccl"),
 )

@@ -43,7 +43,8 @@ code = subprocess.run(child).returncode
 behaviour = os.environ.get("STAND_IN")
 if code == 0 and behaviour != "nothing":
     written = json.loads(Path(f"{output}.json").read_text())
-    kernels = layer_kernels(written["steps"], step_us=sum(written["us"]) / len(written["us"]))
+    layers, us = written["layers"], sum(written["us"]) / len(written["us"])
+    kernels = layer_kernels(written["steps"] * layers, step_us=us / layers)
     Path(f"{output}.nsys-rep").write_text("report")
     write(Path(f"{output}.sqlite"), kernels, graphs=3 if behaviour == "graphs" else 0)
 sys.exit(code)
@@ -168,10 +169,11 @@ def test_profile_with_nsys_end_to_end(tools, tmp_path, monkeypatch):
 def test_missing_stage_of_our_arm_fails(monkeypatch):
     kernels = [{"stage": "Attend", "name": "_attend_balanced_kernel"}]
     with pytest.raises(ProfilerError, match="no kernel of Merge was recorded, only _attend_balanced_kernel"):
-        profiling.require_whole("moira", {"kernels": kernels, "steps": 10})
-    profiling.require_whole("dense-fa3", {"kernels": kernels, "steps": 10})
+        profiling.require_stages(profiling.NEEDED_STAGES["moira"], {"kernels": kernels})
+    profiling.require_stages(("Attend",), {"kernels": kernels})
+    profiling.require_whole({"steps": 10, "uneven": {}})
     with pytest.raises(ProfilerError, match="in 10 equal steps there are x 9 times"):
-        profiling.require_whole("dense-fa3", {"kernels": kernels, "steps": 10, "uneven": {"x": 9}})
+        profiling.require_whole({"steps": 10, "uneven": {"x": 9}})
 
 
 def test_failed_profile_keeps_the_measurement_and_exits_9(tools, tmp_path, monkeypatch):
@@ -197,7 +199,9 @@ WRONG = [
     (["--nsys"], 9, ["nsys is not on the PATH", "Install Nsight Systems", "--torch"]),
     (["--ncu", "kernel"], 9, ["ncu is not on the PATH", "Install Nsight Compute"]),
     (["--nsys", "--torch"], 2, ["--nsys and --torch: choose one"]),
-    (["e2e", "--nsys"], 3, ["is not there yet"]),
+    (["--ncu", "e2e"], 2, ["--ncu", "too slow for an engine", "moira profile --ncu kernel"]),
+    (["e2e", "--torch", "--engine", "transformers"], 2, ["--engine transformers", "vLLM's decode steps"]),
+    (["e2e", "--engine=transformers"], 2, ["--engine transformers", "vLLM's decode steps"]),
     (["--resume", "r"], 2, ["--resume", "new run"]),
     (["--output-json", "file/out.json"], 2, ["--output-json 'file/out.json' cannot be written"]),
 ]
@@ -220,11 +224,11 @@ def test_nsys_without_a_gpu(tools, has_gpu):
     one_line(moira("profile", "--nsys"), 3, "--nsys records CUDA kernels", "on the cpu", "torch.profiler")
 
 
-def profile_here(folder, *arguments):
+def profile_here(folder, *arguments, timeout=300):
     """The command in a process of its own."""
     command = [sys.executable, "-m", "moira_cli.main", "profile", *arguments]
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
 ]
 
-from moira_cli import bench_e2e, environment, lists, models, serving  # noqa: E402
+from moira_cli import bench_e2e, environment, lists, models, profilers, serving  # noqa: E402
+from moira_cli.errors import ProfilerError  # noqa: E402
 
 # The child, on a platform where the choice CUSTOM has to be patched in first; that prints, so stdout is kept apart.
 CHILD = """
@@ -28,6 +29,7 @@ os.dup2(stdout, 1)
 from moira_cli.serving_child import main
 main()
 """
+CAPTURE = CHILD.replace("serving_child", "capture_engine")
 TOKENS, REPETITIONS = 10, 2
 
 
@@ -99,3 +101,21 @@ def test_a_graph_that_is_not_there_a_shape_that_does_not_fit_an_engine_that_refu
     assert cell["status"] == "error"
     assert Path(cell["log"]).read_text()
     assert json.loads(Path(cell["child_command"].split()[-1]).read_text())["arm"] == "moira"
+
+
+def test_steps_of_an_engine_under_torch_profiler(run):
+    """Whole steps, as many as are said: an operator of each layer comes layers x steps times."""
+    assert run("--arms", "dense-fa3,moira", "--shape", "256x2,500x1", "--reads", "0.6").exit_code == 0
+    for arm in ("dense-fa3", "moira"):
+        child = [sys.executable, "-c", CAPTURE, f"r/engines/{arm}-1.json", "500x1", "torch", f"p/{arm}"]
+        profile = profilers.with_torch(child, Path("p") / arm, 1e3, "cpu")
+        assert (profile["steps"], profile["layers"]) == ((TOKENS - 1) // 2, 3)
+        calls = {kernel["name"]: kernel["calls"] for kernel in profile["kernels"]}
+        assert calls["vllm::unified_attention_with_output"] == 3
+        assert profile["uneven"] == {}
+        assert profile["busy_us"] < profile["traced_us"]
+    spec = json.loads(Path("r/engines/moira-1.json").read_text())
+    Path("broken.json").write_text(json.dumps(spec | {"max_num_seqs": 0}))
+    child = [sys.executable, "-c", CAPTURE, "broken.json", "500x1", "torch", "p/broken"]
+    with pytest.raises(ProfilerError, match="The profiled process failed: ValidationError: .*See p/broken.log"):
+        profilers.with_torch(child, Path("p/broken"), 1e3, "cpu")
