@@ -35,7 +35,7 @@ def measure(
     import baselines
     from moira_cli import timing
     from moira_cli.harness import l2_bytes
-    from moira_kernels import attend, attention, estimate, selection
+    from moira_kernels import MoiraError, attend, attention, estimate, selection
     from moira_kernels.testing import Geometry, max_abs_error, tolerance, useful_bytes
 
     heads = Geometry(*geometry)
@@ -95,7 +95,11 @@ def measure(
             yield {**common, "stage": name, "reason": missing}
             continue
         arm = baselines.load(name)
-        arms = [arm(q, kv, layer.pages) for q, kv, layer in sets]
+        try:
+            arms = [arm(q, kv, layer.pages) for q, kv, layer in sets]
+        except MoiraError as error:
+            yield {**common, "stage": name, "reason": str(error)}
+            continue
         for each in arms:
             each.plan()
         num_bytes = useful_bytes(kv, baselines.all_pages(kv))
