@@ -34,7 +34,7 @@ class MoiraLayer(Moira):
         with annotate("estimate"):
             estimate.launch(self.q, self.kv, self.layer.summaries, self.layer.log_mass)
         with annotate("select"):
-            selection.launch(self.layer.log_mass, self.kv, self.layer.pages, gamma=self.gamma)
+            selection.launch(self.layer.log_mass, self.kv, self.layer.pages, gamma=self.gamma, after_estimate=True)
         with annotate("attend"):
             super().run()
 

@@ -63,13 +63,13 @@ def measure(
         q, kv, layer = sets[i]
         estimate.launch(q, kv, layer.summaries, layer.log_mass)
 
-    def run_select(i: int) -> None:
+    def run_select(i: int, after_estimate: bool = False) -> None:
         _, kv, layer = sets[i]
-        selection.launch(layer.log_mass, kv, layer.pages, gamma=gamma)
+        selection.launch(layer.log_mass, kv, layer.pages, gamma=gamma, after_estimate=after_estimate)
 
     def run_both(i: int) -> None:
         run_estimate(i)
-        run_select(i)
+        run_select(i, after_estimate=True)
 
     def run_attend(i: int) -> None:
         q, kv, layer = sets[i]

@@ -136,7 +136,7 @@ class DecodeLayer:
         with annotate("estimate"):
             estimate.launch(q, kv, self.summaries, log_mass, softmax_scale)
         with annotate("select"):
-            selection.launch(log_mass, kv, pages, gamma=gamma, counts=counts)
+            selection.launch(log_mass, kv, pages, gamma=gamma, counts=counts, after_estimate=True)
         with annotate("attend"):
             return self.attend(q, kv, pages, workspace, softmax_scale, out)
 

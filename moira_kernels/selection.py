@@ -327,11 +327,13 @@ def launch(
     *,
     gamma: float | None = None,
     counts: torch.Tensor | None = None,
+    after_estimate: bool = False,
 ) -> None:
     """Select on the device: log_mass [B, H_q, max_pages] float32 -> ``pages``, whose tensors are overwritten.
 
     Give either ``gamma`` (the coverage rule) or ``counts`` [H] int32 on the device (exactly that many pages per KV
-    head, forced ones included).
+    head, forced ones included). ``after_estimate`` says that the last kernel launched on this stream is Estimate's:
+    then this one starts beside it, and reads sequence lengths and block table before Estimate has ended.
     """
     B, H, P = pages.page_ids.shape
     require_tensor("log_mass", log_mass, (B, None, kv.max_pages), torch.float32, kv.k.device)
@@ -342,7 +344,7 @@ def launch(
         require_tensor("counts", counts, (H,), torch.int32, kv.k.device)
     if not (log_mass.is_contiguous() and pages.page_ids.is_contiguous()):
         raise ValueError("log_mass, pages.page_ids: expected contiguous tensors")
-    pdl = use_pdl(log_mass.device)
+    pdl = after_estimate and use_pdl(log_mass.device)
     block_p = max(16, triton.next_power_of_2(P))
     _select_kernel[(B * H,)](
         log_mass,
