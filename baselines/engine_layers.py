@@ -7,6 +7,7 @@ Both take a row (request, KV head) as a sequence of one KV head. One kernel writ
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +65,7 @@ def write_table(pages: RaggedPages, page_size: int, factor: int, table: torch.Te
 
 
 @dataclass(frozen=True)
-class RowsLayer(DecodeLayer):
+class RowsLayer(DecodeLayer, ABC):
     """A decode layer that leaves attention to ``attend_rows``.
 
     Attributes:
@@ -105,9 +106,9 @@ class RowsLayer(DecodeLayer):
             self.shared["first_tokens"] = torch.arange(most + 1, dtype=torch.int32, device=device)
         return self.shared["table"][:rows], self.shared["tokens"][:rows]
 
+    @abstractmethod
     def attend_rows(self, sequences: Sequences, kv: PagedKV, pages: RaggedPages, factor: int) -> None:
         """Attend to ``pages`` and write ``sequences.out``."""
-        raise NotImplementedError
 
 
 class FA3Layer(RowsLayer):

@@ -591,9 +591,9 @@ def bench_e2e(
     _check_numbers(reads, gamma)
 
     from moira_cli import environment
-    from moira_cli.bench_kernel import require_idle, require_same_setup, resume_run
+    from moira_cli.bench_kernel import finish_run, require_idle, require_same_setup, resume_run
     from moira_cli.e2e_report import print_e2e
-    from moira_cli.records import Run, emit, exit_code, header, new_run_folder, require_writable, warn
+    from moira_cli.records import Run, header, new_run_folder, require_writable
 
     run = None
     if resume is not None:
@@ -642,17 +642,4 @@ def bench_e2e(
         require_same_setup(run, env, tool)
     session = Session(config, build_cells(config, shapes, run, dummy), run, busy, Progress(progress))
     status = session.measure_all(network) if on_vllm else session.try_out()
-    left = session.unfinished()
-    code = exit_code([*run.cells, *left], cancelled=status == "cancelled", strict_flags=strict)
-    document = run.save(status, code, left)
-
-    emit(document, output_json)
-    print_e2e(document, to_stderr=output_json == "-")
-    for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] != "ok"):
-        warn(reason)
-    if status != "complete":
-        warn(
-            f"Stopped after {len(run.cells)}/{len(session.cells)} cells. Results saved. "
-            f"Continue: moira bench e2e --resume {run.folder}"
-        )
-    raise typer.Exit(code)
+    finish_run(run, status, session.unfinished(), strict, output_json, print_e2e, "bench e2e")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -291,6 +292,32 @@ def _arm_names() -> list[str]:
     return baselines.names(None)
 
 
+def finish_run(
+    run: Run,
+    status: str,
+    left: list[dict[str, Any]],
+    strict: bool,
+    output_json: str | None,
+    show: Callable[..., None],
+    command: str,
+) -> NoReturn:
+    """Save the run with the cells ``left`` over, print it with ``show``, say why cells failed, and exit."""
+    from moira_cli.records import emit, exit_code, warn
+
+    code = exit_code([*run.cells, *left], cancelled=status == "cancelled", strict_flags=strict)
+    document = run.save(status, code, left)
+    emit(document, output_json)
+    show(document, to_stderr=output_json == "-")
+    for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] != "ok"):
+        warn(reason)
+    if status != "complete":
+        warn(
+            f"Stopped after {len(run.cells)}/{len(run.cells) + len(left)} cells. Results saved. "
+            f"Continue: moira {command} --resume {run.folder}"
+        )
+    raise typer.Exit(code)
+
+
 def bench_kernel(
     ctx: typer.Context,
     shape: Annotated[
@@ -377,7 +404,7 @@ def bench_kernel(
 
     from moira_cli import environment, render
     from moira_cli.environment import resolve_device
-    from moira_cli.records import Run, emit, exit_code, header, new_run_folder, require_writable, warn
+    from moira_cli.records import Run, header, new_run_folder, require_writable
     from moira_cli.timing import StopRule
 
     run = None
@@ -426,16 +453,4 @@ def bench_kernel(
     rule = StopRule(config.min_samples, config.min_time_ms, config.max_noise, config.timeout_s)
     status = session.measure_all(rule, fail_fast)
     left = session.unfinished("stopped before it ran")
-    code = exit_code([*run.cells, *left], cancelled=status == "cancelled", strict_flags=strict)
-    document = run.save(status, code, left)
-
-    emit(document, output_json)
-    render.print_run(document, to_stderr=output_json == "-")
-    for reason in dict.fromkeys(cell["reason"] for cell in run.cells if cell["status"] != "ok"):
-        warn(reason)
-    if status != "complete":
-        warn(
-            f"Stopped after {len(run.cells)}/{len(cells)} cells. Results saved. "
-            f"Continue: moira bench kernel --resume {run.folder}"
-        )
-    raise typer.Exit(code)
+    finish_run(run, status, left, strict, output_json, render.print_run, "bench kernel")

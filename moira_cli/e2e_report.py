@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from statistics import median
 from typing import Any
 
 from moira_cli.e2e_cells import TPOT_METHODS, merge_launches, speedups
-from moira_cli.render import kernel_rows, new_console, new_table, stage_rows
+from moira_cli.render import csv_text, kernel_rows, markdown_tables, new_console, new_table, stage_rows
 
 COLUMNS = {
     "shape": "CONTEXTxBATCH",
@@ -140,11 +138,7 @@ def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def to_csv(document: dict[str, Any]) -> str:
     """Comma-separated values with a header."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat_rows(document))
-    return text.getvalue()
+    return csv_text(COLUMNS, flat_rows(document))
 
 
 def to_markdown(document: dict[str, Any]) -> str:
@@ -157,13 +151,5 @@ def to_markdown(document: dict[str, Any]) -> str:
 
     rows = [[cell(name, value) for name, value in row.items()] for row in flat_rows(document)]
     tables = [[list(COLUMNS), *rows], stage_rows(document["cells"]), kernel_rows(document["cells"])]
-    texts = [
-        "".join(
-            "| " + " | ".join(text.replace("|", "\\|") for text in line) + " |\n"
-            for line in (table[0], ["---"] * len(table[0]), *table[1:])
-        )
-        for table in tables
-        if table
-    ]
     head = f"{machine(document['env'])}, {document['started_utc']}\n\n    {document['repro_command']}"
-    return f"{head}\n\n" + "\n".join(texts)
+    return f"{head}\n\n{markdown_tables(tables)}"

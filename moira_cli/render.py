@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,3 +293,21 @@ def print_verdicts(result: dict[str, Any], to_stderr: bool = False) -> None:
     if any(row["delta_pct"] is not None and min(row["a_launches"], row["b_launches"]) < 3 for row in result["rows"]):
         lines.append("! Fewer than three launches: variation from launch to launch is not in the intervals.")
     print("\n".join(lines), file=sys.stderr if to_stderr else sys.stdout)
+
+
+def csv_text(columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> str:
+    """Comma-separated values with a header."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def markdown_tables(tables: Iterable[list[list[str]]]) -> str:
+    """Markdown tables, each from its header and lines; empty ones are left out."""
+    texts = []
+    for head, *rows in filter(None, tables):
+        lines = [head, ["---"] * len(head), *([text.replace("|", "\\|") for text in row] for row in rows)]
+        texts.append("".join("| " + " | ".join(line) + " |\n" for line in lines))
+    return "\n".join(texts)

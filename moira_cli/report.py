@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +13,7 @@ import typer
 from moira_cli.compare import clock_of, is_e2e, load_run
 from moira_cli.errors import CliError
 from moira_cli.records import dumps, plan_us, require_writable, write_atomically
-from moira_cli.render import kernel_rows, stage_rows
+from moira_cli.render import csv_text, kernel_rows, markdown_tables, stage_rows
 
 
 class Format(StrEnum):
@@ -114,11 +112,7 @@ def matrix(document: dict[str, Any]) -> list[list[str]]:
 
 def to_csv(document: dict[str, Any]) -> str:
     """Comma-separated values with a header."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat_rows(document))
-    return text.getvalue()
+    return csv_text(COLUMNS, flat_rows(document))
 
 
 def _tables(document: dict[str, Any]) -> list[list[list[str]]]:
@@ -130,13 +124,9 @@ def _tables(document: dict[str, Any]) -> list[list[list[str]]]:
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The tables under a line that says what they were measured on and the command that repeats it."""
-    tables = []
-    for head, *rows in _tables(document):
-        lines = [head, ["---"] * len(head), *([text.replace("|", "\\|") for text in row] for row in rows)]
-        tables.append("".join("| " + " | ".join(line) + " |\n" for line in lines))
     clock = "cpu" if document["env"]["device"] == "cpu" else "kernel"
     what = f"{clock} us, + host plan us; launches: {document['config_resolved'].get('launches', 1)}"
-    return f"{title(document)}\n\n    {document['repro_command']}\n\n{what}\n\n" + "\n".join(tables)
+    return f"{title(document)}\n\n    {document['repro_command']}\n\n{what}\n\n{markdown_tables(_tables(document))}"
 
 
 def to_json(document: dict[str, Any]) -> str:
