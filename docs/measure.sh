@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # measure.sh PART...: what needs a GPU, part by part: the GPU tests and the runs that figures in docs/ are from.
 #
-# In an environment with moira, vLLM 0.30 and FlashInfer (README, "Layout" and "In vLLM"). Runs and tables go to
+# In an environment made with pip install -e ".[all]" (README, "In vLLM"). Runs and tables go to
 # $OUT (default runs/docs). The seconds are those of one H200, with ~ an estimate; an engine takes 70 to 90 to start.
 #
 #   tests          the kernels and their baselines, compiled                           90 s
